@@ -1,7 +1,5 @@
 """Settings and fixtures for every test: no hub access, a fixed seed, devices, and skips that say why."""
 
-from __future__ import annotations
-
 import gc
 import importlib.metadata
 import importlib.util

@@ -4,8 +4,6 @@ Three kinds of error are never mixed: exact (no number needed, `assert_bitwise`)
 precision) and allclose (high precision in another order).
 """
 
-from __future__ import annotations
-
 import math
 
 # --- quantization ----------------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """The library's Python files as syntax trees, and what each of them imports. Nothing is executed."""
 
-from __future__ import annotations
-
 import ast
 from dataclasses import dataclass
 from pathlib import Path

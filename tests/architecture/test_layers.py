@@ -3,8 +3,6 @@
 Files are renamed into place and flushed in `base/files.py` alone; `saves` moves whole sets.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterator
@@ -89,11 +87,11 @@ def _place(source: Source, found: Import) -> str:
     return f"{source.name}:{found.line} imports {found.module}"
 
 
-def test_every_module_has_its_place() -> None:
+def test_every_module_has_its_place():
     assert {_unit(source.module) for source in MODULES} == set(LAYERS), "give every module its place in ORDER"
 
 
-def test_imports_go_to_a_smaller_number() -> None:
+def test_imports_go_to_a_smaller_number():
     wrong = [
         f"{_place(source, found)} (number {LAYERS[_unit(source.module)]})"
         for source in MODULES
@@ -103,7 +101,7 @@ def test_imports_go_to_a_smaller_number() -> None:
     assert wrong == []
 
 
-def test_no_files_import_in_a_circle() -> None:
+def test_no_files_import_in_a_circle():
     """Also lazily or for types alone; a package's file may list its modules."""
     reads: dict[str, set[str]] = {}
     for source in MODULES:
@@ -115,7 +113,7 @@ def test_no_files_import_in_a_circle() -> None:
     TopologicalSorter(reads).prepare()  # CycleError names the circle
 
 
-def test_the_package_has_few_folders() -> None:
+def test_the_package_has_few_folders():
     folders = {source.module.split(".")[1] for source in SOURCES if source.module.startswith("coat_flux.")}
     assert len(folders) <= MAX_FOLDERS
 
@@ -131,13 +129,13 @@ def _is_forbidden(source: Source, found: Import) -> bool:
     )
 
 
-def test_what_no_file_imports() -> None:
+def test_what_no_file_imports():
     """The trainers not each other, core only torch and the standard library, ai-toolkit in its trainer alone."""
     wrong = [_place(source, found) for source in SOURCES for found in source.imports() if _is_forbidden(source, found)]
     assert wrong == []
 
 
-def test_flux_imports_itself_relatively() -> None:
+def test_flux_imports_itself_relatively():
     """The folder is extensions.coat_flux to ai-toolkit and coat_flux to pip: only relative imports suit both."""
     wrong = [
         _place(source, found)
@@ -148,7 +146,7 @@ def test_flux_imports_itself_relatively() -> None:
     assert wrong == []
 
 
-def test_only_base_and_saves_rename_and_flush_files() -> None:
+def test_only_base_and_saves_rename_and_flush_files():
     wrong = [
         f"{source.name}:{node.lineno}: use coat_flux.base.files"
         for source in SOURCES
@@ -160,7 +158,7 @@ def test_only_base_and_saves_rename_and_flush_files() -> None:
     assert wrong == []
 
 
-def test_files_are_short() -> None:
+def test_files_are_short():
     lengths = {
         path.relative_to(ROOT).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
         for path in repository_files()

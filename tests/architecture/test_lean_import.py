@@ -1,7 +1,5 @@
 """The names that users import are there, and importing them needs no heavy package and touches no GPU."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -46,7 +44,7 @@ assert not loaded, loaded
 """
 
 
-def test_import_is_lean() -> None:
+def test_import_is_lean():
     """As pip's package, and as ai-toolkit's extension, which outside a running ai-toolkit offers nothing."""
     program = PROGRAM.format(heavy=HEAVY, root=str(ROOT))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
@@ -54,7 +52,7 @@ def test_import_is_lean() -> None:
 
 
 @pytest.mark.parametrize("package", NAMES, ids=lambda package: package.__name__)
-def test_public_names(package) -> None:
+def test_public_names(package):
     assert NAMES[package] <= set(package.__all__) <= set(dir(package))
     assert len(set(package.__all__)) == len(package.__all__)
     assert {getattr(package, name).__name__ for name in NAMES[package]} == NAMES[package]

@@ -1,7 +1,5 @@
 """Pages and configs: the option table is the code's, files named exist, configs name every option."""
 
-from __future__ import annotations
-
 import pkgutil
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The size of the house: what a newcomer must read. The test prints the numbers (`pytest -s`) and holds them."""
 
-from __future__ import annotations
-
 import ast
 import re
 
@@ -71,7 +69,7 @@ def _counts() -> dict[str, int]:
     }
 
 
-def test_the_house_does_not_grow() -> None:
+def test_the_house_does_not_grow():
     counts = _counts()
     for name, count in counts.items():
         print(f"{count:7,}  {name} (at most {LIMITS[name]:,})")
@@ -82,6 +80,6 @@ def _lines_below(folder: str) -> int:
     return sum(path.read_text(encoding="utf-8").count("\n") for path in (ROOT / folder).rglob("*.py"))
 
 
-def test_scripts_and_tests_do_not_grow() -> None:
+def test_scripts_and_tests_do_not_grow():
     assert _lines_below("scripts") <= 4_381
     assert _lines_below("tests") <= 37_597

@@ -3,15 +3,12 @@
 A two-block FluxTransformer2DModel with rank-4 LoRA, warm: `apply_coat`, autocast, backward and `FP8AdamW.step`.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections import OrderedDict
 from types import CodeType, FrameType
 from typing import Any
 
-import pytest
 import torch
 
 from coat_core import FP8AdamW
@@ -47,7 +44,7 @@ def lines_of(code: CodeType) -> set[tuple[str, int]]:
     return {(code.co_filename, line) for line in range(code.co_firstlineno, max(numbers) + 1)}
 
 
-def test_the_way_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_way_of_a_step(monkeypatch):
     # what other tests of this process have registered for every optimizer is not on this step's way
     monkeypatch.setattr(sys.modules["torch.optim.optimizer"], "_global_optimizer_post_hooks", OrderedDict())
     model, _, _ = coat_flux_model({"memory": {"checkpointing": "none"}, "speed": {"measure": "never"}})

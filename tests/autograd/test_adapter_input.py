@@ -1,12 +1,9 @@
 """FP8InputLinear: dA from the FP8 x, dx exact, one x shared with the base linears, and never another's x."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -47,7 +44,7 @@ def grad_from(x: Tensor, dh: Tensor, granularity: Granularity = PER_ROW, fmt: st
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("name", ["per_tensor", "per_row", "per_group"])
-def test_gradients(device: torch.device, fmt: str, name: str) -> None:
+def test_gradients(device, fmt, name):
     granularity = Granularity(name, 16)
     down = adapter(granularity=granularity, fmt=fmt).to(device)
     x = torch.randn(2, 64, K, device=device, requires_grad=True)
@@ -61,7 +58,7 @@ def test_gradients(device: torch.device, fmt: str, name: str) -> None:
     assert_sqnr(exact, down.weight.grad, product_floor_db(fmt))
 
 
-def test_a_bias_is_refused() -> None:
+def test_a_bias_is_refused():
     with pytest.raises(ValueError, match="Linear with a bias: an adapter's down projection must have none"):
         FP8InputLinear.from_linear(nn.Linear(K, R), Storage("e4m3", PER_ROW))
 
@@ -69,7 +66,7 @@ def test_a_bias_is_refused() -> None:
 @pytest.mark.parametrize("use_fp8_gemm", [True, False])
 @pytest.mark.parametrize("cast", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("upstream", ["leaf", "graph", "frozen"])
-def test_q_k_v_and_their_adapters_keep_one_x(use_fp8_gemm: bool, cast: torch.dtype, upstream: str) -> None:
+def test_q_k_v_and_their_adapters_keep_one_x(use_fp8_gemm, cast, upstream):
     bases = [base_linear(use_fp8_gemm=use_fp8_gemm).bfloat16() for _ in range(3)]
     downs = [adapter(base).to(cast) for base in bases]
     x = torch.randn(2, 64, K).bfloat16().requires_grad_(upstream != "frozen")
@@ -92,7 +89,7 @@ def test_q_k_v_and_their_adapters_keep_one_x(use_fp8_gemm: bool, cast: torch.dty
     assert codes[0].untyped_storage().nbytes() == x.numel()
 
 
-def test_a_frozen_linear_whose_weight_is_cast_at_each_use_shares_too() -> None:
+def test_a_frozen_linear_whose_weight_is_cast_at_each_use_shares_too():
     base = FP8TrainableLinear.from_linear(nn.Linear(K, N), FP8LinearConfig()).requires_grad_(False)
     down, x = adapter(base), torch.randn(8, K, requires_grad=True) * 1
     codes = saved_codes(lambda: (base(x), down(x.double().float())))
@@ -101,7 +98,7 @@ def test_a_frozen_linear_whose_weight_is_cast_at_each_use_shares_too() -> None:
     assert saved_codes(lambda: (base(x), down(x)))[0].data_ptr() == _copies[x][1].codes.data_ptr()
 
 
-def test_without_a_base_adapters_of_one_tensor_share() -> None:
+def test_without_a_base_adapters_of_one_tensor_share():
     first, second, x = adapter(), adapter(), torch.randn(8, K, requires_grad=True) * 1
     codes = saved_codes(lambda: (first(x), second(x)))
     assert codes[0].data_ptr() == codes[1].data_ptr()
@@ -116,7 +113,7 @@ def used_gradient(down: FP8InputLinear, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("upstream", ["leaf", "graph", "chunk", "frozen"])
-def test_another_tensor_of_the_same_shape_is_not_taken_for_the_bases_input(cast: bool, upstream: str) -> None:
+def test_another_tensor_of_the_same_shape_is_not_taken_for_the_bases_input(cast, upstream):
     """The base ran alone (adapter switched off under grad), then the adapter alone."""
     base = base_linear()
     down = adapter(base)
@@ -140,7 +137,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
-def test_what_is_made_of_x_is_not_taken_for_a_cast(change: Callable[[Tensor], Tensor]) -> None:
+def test_what_is_made_of_x_is_not_taken_for_a_cast(change):
     base = base_linear()
     down, x = adapter(base), torch.randn(9, K).bfloat16().requires_grad_()
     base(x)
@@ -148,7 +145,7 @@ def test_what_is_made_of_x_is_not_taken_for_a_cast(change: Callable[[Tensor], Te
     assert_bitwise(used_gradient(down, changed), grad_from(changed, torch.ones(9, R)))
 
 
-def test_a_later_call_without_grad_withdraws_the_hand_over() -> None:
+def test_a_later_call_without_grad_withdraws_the_hand_over():
     base = base_linear()
     down, x1, x2 = adapter(base), torch.randn(9, K).bfloat16(), torch.randn(9, K).bfloat16()
     base(x1)
@@ -158,7 +155,7 @@ def test_a_later_call_without_grad_withdraws_the_hand_over() -> None:
     assert_bitwise(used_gradient(down, x2.float()), grad_from(x2, torch.ones(9, R)))
 
 
-def test_x_changed_in_place_after_the_base_is_quantized_again() -> None:
+def test_x_changed_in_place_after_the_base_is_quantized_again():
     base = base_linear()
     down, x = adapter(base), torch.randn(9, K)
     base(x)
@@ -166,7 +163,7 @@ def test_x_changed_in_place_after_the_base_is_quantized_again() -> None:
     assert_bitwise(used_gradient(down, x), grad_from(x, torch.ones(9, R)))
 
 
-def test_nothing_is_left_behind() -> None:
+def test_nothing_is_left_behind():
     base = base_linear()
     down = adapter(base)
     with torch.no_grad():
@@ -189,7 +186,7 @@ def test_nothing_is_left_behind() -> None:
     assert copy.deepcopy(nn.ModuleList([base, down]))[1].source[0] is not base
 
 
-def test_frozen_adapter_and_no_tokens() -> None:
+def test_frozen_adapter_and_no_tokens():
     base = base_linear()
     down = adapter(base)
     empty = torch.randn(0, K)
@@ -203,7 +200,7 @@ def test_frozen_adapter_and_no_tokens() -> None:
 
 
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
-def test_autocast(x_dtype: torch.dtype) -> None:
+def test_autocast(x_dtype):
     base = base_linear()
     down = adapter(base)
     x = torch.randn(64, K).to(x_dtype).requires_grad_()
@@ -217,7 +214,7 @@ def test_autocast(x_dtype: torch.dtype) -> None:
     assert_bitwise(x.grad, (dh @ down.weight.bfloat16()).to(x_dtype))
 
 
-def test_under_torch_checkpoint() -> None:
+def test_under_torch_checkpoint():
     base = base_linear()
     down, x, dh = adapter(base), torch.randn(9, K, requires_grad=True), torch.randn(9, R)
 

@@ -1,7 +1,5 @@
 """create_graph=True is refused in the first backward pass, with the remedy; where nothing is FP8 it works."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -56,7 +54,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_is_refused_at_once(name: str) -> None:
+def test_is_refused_at_once(name):
     function, x = FUNCTIONS[name](), torch.randn(8, D, requires_grad=True)
     loss = function(x * 1).square().sum()
     with pytest.raises(RuntimeError, match=REFUSAL):
@@ -69,7 +67,7 @@ def test_is_refused_at_once(name: str) -> None:
     assert dx.abs().sum() > 0
 
 
-def test_is_refused_below_what_may_be_differentiated_twice() -> None:
+def test_is_refused_below_what_may_be_differentiated_twice():
     """The FP8 function is not the last one, so that grad mode, and not the gradient, must be what it looks at."""
     x = torch.randn(8, D, requires_grad=True)
     y = Doubled.apply(x).sum()
@@ -84,7 +82,7 @@ def weights_alone() -> tuple[nn.Module, nn.Module]:
 
 
 @pytest.mark.parametrize("exact", ["weights alone in FP8", "packs nothing", "checkpoint of a small input"])
-def test_what_stays_exact_is_differentiated_twice(exact: str) -> None:
+def test_what_stays_exact_is_differentiated_twice(exact):
     function, expected = {
         "weights alone in FP8": weights_alone,
         "packs nothing": lambda: (lambda x: packed(x, Saving(min_elements=10**9)), lambda x: x.sigmoid() * x),
@@ -98,12 +96,12 @@ def test_what_stays_exact_is_differentiated_twice(exact: str) -> None:
     assert found[0].abs().max() > 0
 
 
-def test_looking_at_a_saved_tensor_is_no_backward_pass() -> None:
+def test_looking_at_a_saved_tensor_is_no_backward_pass():
     y = packed(torch.randn(8, D, requires_grad=True) * 1)
     assert y.grad_fn._saved_other.shape == (8, D)
 
 
-def test_flux_refuses() -> None:
+def test_flux_refuses():
     model, _, _ = coat_flux_model({"memory": {"checkpointing": "none"}})
     weights = [p for p in model.parameters() if p.requires_grad]
     with pytest.raises(RuntimeError, match=REFUSAL):

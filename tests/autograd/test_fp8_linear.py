@@ -1,7 +1,5 @@
 """FP8Linear's fprop and dgrad: against the formula written out here, and against high precision."""
 
-from __future__ import annotations
-
 import itertools
 import weakref
 
@@ -71,7 +69,7 @@ def tensors(*lead: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Ten
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: "-".join(map(str, vars(c).values())))
-def test_equals_the_formula_and_stays_near_high_precision(config: FP8LinearConfig) -> None:
+def test_equals_the_formula_and_stays_near_high_precision(config):
     x, weight, bias, dy = tensors(2, 96)
     layer = layer_of(weight, bias, config)
     y = layer(x)
@@ -84,7 +82,7 @@ def test_equals_the_formula_and_stays_near_high_precision(config: FP8LinearConfi
 
 @pytest.mark.parametrize("lead", [(), (1,), (17,), (2, 3, 4), (0,), (2, 0)], ids=str)
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_row"])
-def test_leading_shapes_are_rows(device: torch.device, lead: tuple[int, ...], granularity: str) -> None:
+def test_leading_shapes_are_rows(device, lead, granularity):
     config = FP8LinearConfig(input_granularity=granularity, grad_format="bf16")
     x, weight, bias, dy = (t.detach().to(device) for t in tensors(*lead))
     x.requires_grad_()
@@ -100,7 +98,7 @@ def test_leading_shapes_are_rows(device: torch.device, lead: tuple[int, ...], gr
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_row"])
-def test_low_precision_inputs(dtype: torch.dtype, granularity: str) -> None:
+def test_low_precision_inputs(dtype, granularity):
     config = FP8LinearConfig(input_granularity=granularity, weight_granularity="per_row")
     x, weight, bias, dy = tensors(2, 33, dtype=dtype)
     y = layer_of(weight, bias, config)(x)
@@ -110,7 +108,7 @@ def test_low_precision_inputs(dtype: torch.dtype, granularity: str) -> None:
     assert_sqnr(expected_dgrad(dy.float(), weight.float(), config), dx, BF16_ORDER_FLOOR_DB)
 
 
-def test_autocast_writes_its_dtype_and_returns_gradients_in_that_of_x(device: torch.device) -> None:
+def test_autocast_writes_its_dtype_and_returns_gradients_in_that_of_x(device):
     x, weight, bias, dy = (t.detach().to(device) for t in tensors(4, 8))
     x.requires_grad_()
     layer = layer_of(weight.cpu(), bias.cpu(), FP8LinearConfig()).to(device)
@@ -126,7 +124,7 @@ def test_autocast_writes_its_dtype_and_returns_gradients_in_that_of_x(device: to
 
 
 @pytest.mark.parametrize("use_fp8_gemm", [True, False])
-def test_bias_gradient(use_fp8_gemm: bool) -> None:
+def test_bias_gradient(use_fp8_gemm):
     x, weight, bias, dy = tensors(3, 7)
     layer = layer_of(weight, bias, FP8LinearConfig(use_fp8_gemm=use_fp8_gemm))
     assert not layer.bias.requires_grad
@@ -136,7 +134,7 @@ def test_bias_gradient(use_fp8_gemm: bool) -> None:
 
 
 @pytest.mark.parametrize("why", ["use_fp8_gemm: false", "no FP8 on this device"])
-def test_without_fp8_gemm_it_multiplies_by_the_dequantized_weight(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_fp8_gemm_it_multiplies_by_the_dequantized_weight(why, monkeypatch):
     x, weight, bias, dy = tensors(3, 7)
     layer = layer_of(weight, bias, FP8LinearConfig(use_fp8_gemm=why != "use_fp8_gemm: false"))
     if layer.config.use_fp8_gemm:
@@ -154,7 +152,7 @@ def test_without_fp8_gemm_it_multiplies_by_the_dequantized_weight(why: str, monk
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_torch_checkpoint_gives_the_same_gradients(reentrant: bool) -> None:
+def test_torch_checkpoint_gives_the_same_gradients(reentrant):
     x, weight, bias, dy = tensors(2, 9)
     layer = layer_of(weight, bias, FP8LinearConfig())
     (plain,) = torch.autograd.grad(layer(x), x, dy)
@@ -162,7 +160,7 @@ def test_torch_checkpoint_gives_the_same_gradients(reentrant: bool) -> None:
     assert_bitwise(x.grad, plain)
 
 
-def test_a_frozen_layer_saves_nothing_and_reads_its_weight_again_in_backward() -> None:
+def test_a_frozen_layer_saves_nothing_and_reads_its_weight_again_in_backward():
     x, weight, bias, dy = tensors(2, 9)
     layer = layer_of(weight, bias, FP8LinearConfig())
     y, saved = saved_by(lambda: layer(x))
@@ -173,7 +171,7 @@ def test_a_frozen_layer_saves_nothing_and_reads_its_weight_again_in_backward() -
     assert not torch.autograd.grad(y, x, dy)[0].any()
 
 
-def test_linears_share_one_quantized_input_until_it_changes() -> None:
+def test_linears_share_one_quantized_input_until_it_changes():
     x, weight, _, _ = tensors(2, 9)
     x = x * 1
     layers = [layer_of(weight, None, FP8LinearConfig()) for _ in range(3)]
@@ -192,7 +190,7 @@ def test_linears_share_one_quantized_input_until_it_changes() -> None:
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_an_input_that_changes_without_a_new_version_is_cast_again(trained: bool) -> None:
+def test_an_input_that_changes_without_a_new_version_is_cast_again(trained):
     """A parameter by a fused optimizer, a batch by NumPy, and one that inference mode read before."""
     kind = FP8TrainableLinear if trained else FP8Linear
     layer = kind.from_linear(nn.Linear(K, N, bias=False), FP8LinearConfig())

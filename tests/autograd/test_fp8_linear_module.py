@@ -1,7 +1,5 @@
 """FP8Linear as a module: what it stores, casts, copies, state_dict, PEFT around it."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from typing import Any
@@ -24,7 +22,7 @@ def make(dtype: torch.dtype = torch.float32, **config: str) -> FP8Linear:
     return FP8Linear.from_linear(nn.Linear(K, N, dtype=dtype), FP8LinearConfig(**config))
 
 
-def test_constructor_and_refused_sizes() -> None:
+def test_constructor_and_refused_sizes():
     layer = FP8Linear(K, N, bias=False, dtype=torch.bfloat16, config=FP8LinearConfig(weight_format="e5m2"))
     assert (layer.weight_codes.dtype, layer.config.weight_format) == (torch.uint8, "e5m2")
     assert layer(torch.randn(2, K, dtype=torch.bfloat16)).shape == (2, N)
@@ -34,7 +32,7 @@ def test_constructor_and_refused_sizes() -> None:
         FP8Linear.from_linear(make())
 
 
-def test_state_of_another_kind_of_weight_is_refused() -> None:
+def test_state_of_another_kind_of_weight_is_refused():
     with pytest.raises(RuntimeError, match="weight_scale_bits"):
         make(weight_granularity="per_row").load_state_dict(make().state_dict())
     with pytest.raises(RuntimeError, match="size mismatch"):
@@ -42,7 +40,7 @@ def test_state_of_another_kind_of_weight_is_refused() -> None:
 
 
 @pytest.mark.parametrize("weight_format", ["e4m3", "e5m2", "nvfp4"])
-def test_a_high_precision_weight_is_quantized_as_it_is_loaded(weight_format: str) -> None:
+def test_a_high_precision_weight_is_quantized_as_it_is_loaded(weight_format):
     linear = nn.Linear(K, N)
     layer = make(weight_format=weight_format)
     layer.load_state_dict(linear.state_dict())
@@ -51,7 +49,7 @@ def test_a_high_precision_weight_is_quantized_as_it_is_loaded(weight_format: str
     assert_bitwise(layer.weight, expected.weight)
 
 
-def test_restore_gives_what_was_multiplied_by() -> None:
+def test_restore_gives_what_was_multiplied_by():
     model = replace_linear_with_fp8(nn.Sequential(nn.Linear(K, N, dtype=torch.bfloat16), nn.SiLU()))
     weight = model[0].weight.clone()
     model.to(torch.float32)  # a host's cast in between: the bias is fp32 now, so must the weight be
@@ -78,7 +76,7 @@ def test_restore_gives_what_was_multiplied_by() -> None:
     ],
     ids=["add_", "copy_", "item", "+=", "data", "init", "out", "another tensor"],
 )
-def test_changing_the_weight_is_refused(write) -> None:
+def test_changing_the_weight_is_refused(write):
     layer = make()
     before = layer.weight.clone()
     with torch.no_grad(), pytest.raises(RuntimeError, match=r"cannot be written.*allow_merging.*restore_linear"):
@@ -88,7 +86,7 @@ def test_changing_the_weight_is_refused(write) -> None:
     assert_bitwise(layer.weight, before)
 
 
-def test_reading_the_weight_gives_plain_tensors() -> None:
+def test_reading_the_weight_gives_plain_tensors():
     layer = make()
     values, x = layer.weight.data, torch.randn(3, K)
     assert type(values) is torch.Tensor
@@ -127,9 +125,7 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("config", [{}, {"use_dora": True}, {"lora_bias": True}], ids=str)
 @pytest.mark.parametrize("safe", [True, False])
-def test_a_merge_that_was_asked_for_quantizes_the_sum_and_is_taken_back_to_the_bit(
-    safe: bool, config: dict[str, bool], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_merge_that_was_asked_for_quantizes_the_sum_and_is_taken_back_to_the_bit(safe, config, caplog):
     model, plain = adapted(init_lora_weights=False, **config)
     x = torch.randn(4, K)
     before, output, expected = weights(model), model(x), plain(x)
@@ -151,7 +147,7 @@ def test_a_merge_that_was_asked_for_quantizes_the_sum_and_is_taken_back_to_the_b
             each.merge_adapter()
 
 
-def test_an_initialization_that_changes_the_weight_keeps_the_output_and_is_not_unmerged() -> None:
+def test_an_initialization_that_changes_the_weight_keeps_the_output_and_is_not_unmerged():
     model, plain = adapted(init_lora_weights="olora")
     x = torch.randn(64, K)
     assert_sqnr(plain(x), model(x), 20)
@@ -161,7 +157,7 @@ def test_an_initialization_that_changes_the_weight_keeps_the_output_and_is_not_u
             model.add_adapter("second", LoraConfig(r=4, target_modules=["0", "2"], init_lora_weights="pissa"))
 
 
-def test_peft_dequantizes_no_weight_to_add_or_remove_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peft_dequantizes_no_weight_to_add_or_remove_an_adapter(monkeypatch):
     reads: list[nn.Module] = []
     read = module.read_weight
     monkeypatch.setattr(module, "read_weight", lambda layer, *how: reads.append(layer) or read(layer, *how))

@@ -1,7 +1,5 @@
 """Blocks of every family: their fused form computes what the block's own code does, and keeps what FLUX.1's keeps."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import os
@@ -58,7 +56,7 @@ IMAGE_TOKENS = 4096  # at 1024 x 1024
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_outputs_and_gradients_are_those_of_the_blocks_own_code(name: str) -> None:
+def test_outputs_and_gradients_are_those_of_the_blocks_own_code(name):
     in_bf16 = FUSED_NORMED_BF16_RTOL if name.startswith("z-image") else FUSED_BF16_RTOL
     for adapters, dtype, rtol in (("peft", torch.float32, FUSED_FP32_RTOL), ("toolkit", torch.bfloat16, in_bf16)):
         assert_as_own_code(made(name, dtype, adapters=adapters), rtol, adapters)
@@ -102,7 +100,7 @@ EARLIER: dict[tuple[str, str], tuple[str, Callable[..., tuple], Callable[..., tu
 
 
 @pytest.mark.parametrize(("name", "version"), EARLIER)
-def test_blocks_with_the_arguments_of_earlier_diffusers(name: str, version: str) -> None:
+def test_blocks_with_the_arguments_of_earlier_diffusers(name, version):
     if name not in FAMILIES:
         pytest.skip(f"this diffusers' {name} block has no reader")
     names, earlier, newest = EARLIER[name, version]
@@ -122,7 +120,7 @@ def test_blocks_with_the_arguments_of_earlier_diffusers(name: str, version: str)
 
 
 @pytest.mark.aitk
-def test_ai_toolkits_own_blocks_and_lora() -> None:
+def test_ai_toolkits_own_blocks_and_lora():
     done = subprocess.run(
         [os.environ["AI_TOOLKIT_PYTHON"], "-m", "tests.helpers.families"],
         cwd=os.environ[ROOT_VARIABLE],
@@ -140,7 +138,7 @@ def test_ai_toolkits_own_blocks_and_lora() -> None:
 
 
 @pytest.mark.parametrize("name", ["z-image", "sd3's last", "flux2 single", "krea2", "krea2 text"])
-def test_in_fp8_every_gradient_is_within_flux1s_bounds(name: str) -> None:
+def test_in_fp8_every_gradient_is_within_flux1s_bounds(name):
     """Weights, products and kept tensors; at the small width of tests/integration/test_bench_memory.py."""
     if name not in FAMILIES:
         pytest.skip(f"this diffusers' {name} block has no reader")
@@ -172,7 +170,7 @@ def kept_at_real_width(name: str, trained: bool = True) -> tuple[float, Made]:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_kept_bytes_at_real_width(name: str) -> None:
+def test_kept_bytes_at_real_width(name):
     """At most a fifth above FLUX.1; and what `checkpointing: auto` and `plan` count with."""
     per_element, of = kept_at_real_width(name)
     assert 0.8 < per_element / KEPT_BY_FLUX[type(fused_block(of.block)).__name__] < 1.2
@@ -302,7 +300,7 @@ NOT_FUSED = [
 
 
 @pytest.mark.parametrize(("name", "change", "reason"), NOT_FUSED)
-def test_what_a_block_does_beyond_is_not_fused(name: str, change: Callable[[Made], None], reason: str) -> None:
+def test_what_a_block_does_beyond_is_not_fused(name, change, reason):
     if name not in FAMILIES:
         pytest.skip(f"this diffusers' {name} block has no reader")
     of = made(name)
@@ -311,7 +309,7 @@ def test_what_a_block_does_beyond_is_not_fused(name: str, change: Callable[[Made
         fused_block(of.block)(*of.args)
 
 
-def test_other_modules_and_variants_of_lora_are_not_fused() -> None:
+def test_other_modules_and_variants_of_lora_are_not_fused():
     with pytest.raises(NotFusable, match="a Linear has no reader"):
         fused_block(nn.Linear(2, 2))
     with pytest.raises(NotFusable, match="a LoRA variant"):
@@ -319,7 +317,7 @@ def test_other_modules_and_variants_of_lora_are_not_fused() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_blocks_of_a_pass_share_tables_and_mask(name: str) -> None:
+def test_blocks_of_a_pass_share_tables_and_mask(name):
     of = made(name)
     one, other = (fused_block(of.block).reader.call(*of.args).shared for _ in range(2))
     assert (one.mask is None) == name.startswith(("sd3", "flux"))  # they have none
@@ -327,7 +325,7 @@ def test_blocks_of_a_pass_share_tables_and_mask(name: str) -> None:
     assert one.cos is other.cos
 
 
-def test_a_mask_that_hides_nothing_is_left_out() -> None:
+def test_a_mask_that_hides_nothing_is_left_out():
     """Kernels without one are faster."""
     if "qwen image" not in FAMILIES:
         pytest.skip("this diffusers' block has no reader")
@@ -342,7 +340,7 @@ def test_a_mask_that_hides_nothing_is_left_out() -> None:
     assert mask.isinf().sum() == 1
 
 
-def test_a_class_of_another_model_under_the_same_name_has_no_reader() -> None:
+def test_a_class_of_another_model_under_the_same_name_has_no_reader():
     """As Krea 2's SingleStreamBlock has, which takes other arguments."""
     own = type(made("toolkit's chroma single").block)
     other = type("SingleStreamBlock", (nn.Module,), {"forward": lambda self, x, vec, freqs, mask: x})
@@ -352,7 +350,7 @@ def test_a_class_of_another_model_under_the_same_name_has_no_reader() -> None:
 
 
 @pytest.mark.parametrize("name", ["flux2 double", "flux2 single"])
-def test_one_row_of_vectors_for_all_images(name: str) -> None:
+def test_one_row_of_vectors_for_all_images(name):
     if name not in FAMILIES:
         pytest.skip("this diffusers has no FLUX.2")
     of = made(name)
@@ -366,7 +364,7 @@ def test_one_row_of_vectors_for_all_images(name: str) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "all"])
-def test_a_whole_flux2_takes_the_fused_flow(checkpointing: str) -> None:
+def test_a_whole_flux2_takes_the_fused_flow(checkpointing):
     transformer_flux2 = pytest.importorskip("diffusers.models.transformers.transformer_flux2")
 
     def step(coat: dict) -> tuple[dict[str, torch.Tensor], CoatReport]:

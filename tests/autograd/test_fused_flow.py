@@ -1,7 +1,5 @@
 """A fused block of FLUX.1 as autograd sees it, and what it keeps; other families: test_fused_families.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -31,7 +29,7 @@ def in_bf16(kind: str, adapted: tuple[str, ...] = ("",)) -> Made:
 @pytest.mark.parametrize(
     ("adapted", "trains"), [(BUT_MODULATION, ()), (("attn.to_q", "attn.to_out"), STREAMS)], ids=str
 )
-def test_gradients_of_some_adapters_are_autograds(kind: str, adapted: tuple[str, ...], trains: tuple[str, ...]) -> None:
+def test_gradients_of_some_adapters_are_autograds(kind, adapted, trains):
     of = made(kind, trains=trains, adapted=adapted)
     assert len(of.leaves) >= 2 + len(trains)
     assert_as_own_code(of, FUSED_FP32_RTOL)
@@ -39,7 +37,7 @@ def test_gradients_of_some_adapters_are_autograds(kind: str, adapted: tuple[str,
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("kind", FLUX1)
-def test_adapters_in_fp32_on_a_block_in_bf16(kind: str, autocast: bool) -> None:
+def test_adapters_in_fp32_on_a_block_in_bf16(kind, autocast):
     of = in_bf16(kind)
     for name, leaf in of.leaves.items():
         if "lora" in name:
@@ -50,7 +48,7 @@ def test_adapters_in_fp32_on_a_block_in_bf16(kind: str, autocast: bool) -> None:
 
 @pytest.mark.parametrize("kind", FLUX1)
 @pytest.mark.parametrize("attention_as", ["fp8", "bf16"])
-def test_forward_values_are_diffusers_to_the_bit(kind: str, attention_as: str) -> None:
+def test_forward_values_are_diffusers_to_the_bit(kind, attention_as):
     """Whatever is kept: with FP8 weights and GEMMs too."""
     of = made(kind, torch.bfloat16, fp8=COATConfig().linear_config(), adapters="none")
     fused = fused_block(of.block, Saving(attention=attention_as))
@@ -71,7 +69,7 @@ def kept_by(kind: str, adapted: tuple[str, ...] = ("",)) -> dict[str, float]:
     return {name: count / (BATCH * (TEXT + IMAGE) * HIDDEN) for name, count in large.items()}
 
 
-def test_ten_and_twelve_elements_are_kept() -> None:
+def test_ten_and_twelve_elements_are_kept():
     """And the log-sum-exp; the gate's result is one of them where the gate is trained."""
     single = {"qkv": 3, "out": 1, "x": 1, "mlp": 4, "result": 1, "statistics": HEADS / HIDDEN}
     assert kept_by("flux single") == single
@@ -81,7 +79,7 @@ def test_ten_and_twelve_elements_are_kept() -> None:
 
 
 @pytest.mark.parametrize("kind", FLUX1)
-def test_a_second_backward_pass_and_accumulation(kind: str) -> None:
+def test_a_second_backward_pass_and_accumulation(kind):
     of = in_bf16(kind)
     text, hidden = fused_block(of.block, PACKING)(*of.args)
     loss = text.float().square().mean() + hidden.float().square().mean()
@@ -96,14 +94,14 @@ def test_a_second_backward_pass_and_accumulation(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", FLUX1)
-def test_inside_torchs_checkpoint(kind: str) -> None:
+def test_inside_torchs_checkpoint(kind):
     of = in_bf16(kind)
     fused = fused_block(of.block, PACKING)
     found = results(lambda *inputs: checkpoint(fused, *inputs, use_reentrant=False), of)
     assert_all_bitwise(found, results(fused, of))
 
 
-def test_changing_an_adapter_before_backward_is_an_error() -> None:
+def test_changing_an_adapter_before_backward_is_an_error():
     of = in_bf16("flux single")
     text, _ = fused_block(of.block, PACKING)(*of.args)
     with torch.no_grad():
@@ -112,7 +110,7 @@ def test_changing_an_adapter_before_backward_is_an_error() -> None:
         text.float().sum().backward()
 
 
-def test_adapters_that_are_switched_off_are_left_out() -> None:
+def test_adapters_that_are_switched_off_are_left_out():
     of = made("flux single")
     for module in of.block.modules():
         if hasattr(module, "lora_A"):
@@ -121,7 +119,7 @@ def test_adapters_that_are_switched_off_are_left_out() -> None:
         assert_bitwise(one, other)
 
 
-def test_only_streams_that_are_neighbours_are_not_copied() -> None:
+def test_only_streams_that_are_neighbours_are_not_copied():
     text, image = torch.randn(BATCH, TEXT, HIDDEN), torch.randn(BATCH, IMAGE, HIDDEN)
     whole = torch.randn(BATCH, IMAGE + TEXT, HIDDEN)
     wide = torch.randn(BATCH, TEXT + IMAGE, 2 * HIDDEN)[..., :HIDDEN]
@@ -140,7 +138,7 @@ def test_only_streams_that_are_neighbours_are_not_copied() -> None:
         assert (joined.data_ptr() == first.data_ptr()) == (number == 0)
 
 
-def test_a_block_in_fp16_is_not_fused() -> None:
+def test_a_block_in_fp16_is_not_fused():
     of = made("flux double")
     form = fused_block(of.block)
     assert disagreement(form, of.block, of.args) == ""

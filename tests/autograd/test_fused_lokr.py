@@ -1,7 +1,5 @@
 """ai-toolkit's LoKr in fused blocks: its two products give what the whole Kronecker matrix gives, and keep nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -43,7 +41,7 @@ def with_lokr(name: str, dtype: torch.dtype = torch.float32, lokr: dict[str, Any
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_outputs_and_gradients_are_those_of_the_kronecker_matrix(name: str) -> None:
+def test_outputs_and_gradients_are_those_of_the_kronecker_matrix(name):
     in_bf16 = FUSED_NORMED_BF16_RTOL if name.startswith("z-image") else FUSED_BF16_RTOL
     cases = [(FULL, torch.float32, FUSED_FP32_RTOL), (FULL, torch.bfloat16, in_bf16)]
     if name in FLUX1:
@@ -53,7 +51,7 @@ def test_outputs_and_gradients_are_those_of_the_kronecker_matrix(name: str) -> N
 
 
 @pytest.mark.parametrize("rank", [None, 2])
-def test_the_stand_alone_trainers_lokr(rank: int | None) -> None:
+def test_the_stand_alone_trainers_lokr(rank):
     of = made("flux single", adapters="none")
     draw = torch.Generator().manual_seed(1)
     for name in linears(of.block):
@@ -65,13 +63,13 @@ def test_the_stand_alone_trainers_lokr(rank: int | None) -> None:
 
 
 @pytest.mark.parametrize("strengths", [[0.5, 0.5], [1.0, -0.25], 2.0], ids=str)
-def test_strengths_are_their_mean_as_in_ai_toolkit(strengths: float | list[float]) -> None:
+def test_strengths_are_their_mean_as_in_ai_toolkit(strengths):
     of = with_lokr("flux single", lokr=LOW)
     of.network.multiplier = strengths
     assert_as_own_code(of, FUSED_FP32_RTOL)
 
 
-def test_a_lora_below_the_lokr_counts() -> None:
+def test_a_lora_below_the_lokr_counts():
     """As FLUX.1-schnell's assistant, whose modules replaced the linears' forward first."""
     of = made("flux single", adapters="toolkit")
     trained = Network([of.block.attn.to_q, of.block.proj_out], 2, lokr=FULL)
@@ -82,7 +80,7 @@ def test_a_lora_below_the_lokr_counts() -> None:
 
 @pytest.mark.parametrize("fp8", [PER_ROW, INT8], ids=["e4m3", "int8"])
 @pytest.mark.parametrize("name", FLUX1)
-def test_with_codes_gradients_are_within_a_loras_bounds(name: str, fp8: FP8LinearConfig) -> None:
+def test_with_codes_gradients_are_within_a_loras_bounds(name, fp8):
     exact, coded = (with_lokr(name, torch.bfloat16, hidden=256, tokens=(32, 96), fp8=each) for each in (None, fp8))
     expected, found = results(exact.block, exact), results(fused_block(coded.block, Saving()), coded)
     assert_gradients_near({key: wanted for key, wanted in expected.items() if "lokr" in key}, found)
@@ -90,12 +88,12 @@ def test_with_codes_gradients_are_within_a_loras_bounds(name: str, fp8: FP8Linea
 
 @pytest.mark.parametrize("lokr", [FULL, ROOT, {"factor": 8, "rank": 16}], ids=str)
 @pytest.mark.parametrize("name", FLUX1)
-def test_kept_bytes_at_real_width_are_at_most_a_loras(name: str, lokr: dict[str, Any]) -> None:
+def test_kept_bytes_at_real_width_are_at_most_a_loras(name, lokr):
     of = with_lokr(name, torch.bfloat16, lokr, hidden=3072, tokens=(512, IMAGE_TOKENS), fp8=PER_ROW, device="meta")
     assert kept_per_element(of, (512 + IMAGE_TOKENS) * 3072) <= LARGEST_KEPT[name]
 
 
-def test_what_its_own_forward_does_beyond_is_not_fused() -> None:
+def test_what_its_own_forward_does_beyond_is_not_fused():
     of = with_lokr("flux single")
     of.network.multiplier = [[1.0, 0.5]]
     with pytest.raises(NotFusable, match="LoKr strengths"):

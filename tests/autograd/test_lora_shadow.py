@@ -1,7 +1,5 @@
 """Copies of the adapters' matrices and gradients that blocks write themselves leave a step its bits."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 from unittest import mock
@@ -41,7 +39,7 @@ def gradients_of_two_passes(model: Any) -> list[dict[str, Tensor]]:
     return found
 
 
-def test_gradients_have_the_bits_of_casts_at_each_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_have_the_bits_of_casts_at_each_use(monkeypatch):
     with_copies = gradients_of_two_passes(lora_model())
     monkeypatch.setattr(BlockRunner, "share", lambda *_: None)
     expected = gradients_of_two_passes(lora_model())
@@ -49,7 +47,7 @@ def test_gradients_have_the_bits_of_casts_at_each_use(monkeypatch: pytest.Monkey
         assert all(torch.equal(pass_expected[name], gradient) for name, gradient in found.items())
 
 
-def test_copies_are_one_buffer_that_follows_the_adapters() -> None:
+def test_copies_are_one_buffer_that_follows_the_adapters():
     model = lora_model()
     predict(model)
     (*_, form) = BlockRunner.of(model).forms.values()
@@ -64,7 +62,7 @@ def test_copies_are_one_buffer_that_follows_the_adapters() -> None:
     assert len(buffers) == 1
 
 
-def test_without_room_nothing_is_copied_and_what_was_is_dropped() -> None:
+def test_without_room_nothing_is_copied_and_what_was_is_dropped():
     model = lora_model()
     runner: Any = BlockRunner.of(model)
     predict(model)
@@ -77,7 +75,7 @@ def test_without_room_nothing_is_copied_and_what_was_is_dropped() -> None:
     assert forms[0].image.inputs.linears.copies is None
 
 
-def test_the_first_block_may_have_no_adapters() -> None:
+def test_the_first_block_may_have_no_adapters():
     model = lora_model()
     for module in model.transformer_blocks[0].modules():
         if hasattr(module, "lora_A"):
@@ -109,12 +107,12 @@ def model() -> Any:
     return model
 
 
-def test_bits_are_those_of_leaves(model: Any) -> None:
+def test_bits_are_those_of_leaves(model):
     expected, found = gradients(model, False), gradients(model, True)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-def test_no_leaf_is_visited(model: Any) -> None:
+def test_no_leaf_is_visited(model):
     visited: list[Tensor] = []
     hooks = [p.register_post_accumulate_grad_hook(visited.append) for p in lora_parameters(model).values()]
     gradients(model, True)
@@ -125,7 +123,7 @@ def test_no_leaf_is_visited(model: Any) -> None:
         hook.remove()
 
 
-def test_a_frozen_matrix_gets_no_gradient(model: Any) -> None:
+def test_a_frozen_matrix_gets_no_gradient(model):
     name, frozen = next(item for item in lora_parameters(model).items() if "single" in item[0])
     frozen.requires_grad_(False)
     expected, found = gradients(model, False), gradients(model, True)
@@ -134,7 +132,7 @@ def test_a_frozen_matrix_gets_no_gradient(model: Any) -> None:
     assert all(torch.equal(grad, found[other]) for other, grad in expected.items() if grad is not None)
 
 
-def test_an_adapter_that_changes_before_backward_is_refused(model: Any) -> None:
+def test_an_adapter_that_changes_before_backward_is_refused(model):
     with written_gradients():
         loss = loss_of(predict(model))
     with torch.no_grad():
@@ -144,7 +142,7 @@ def test_an_adapter_that_changes_before_backward_is_refused(model: Any) -> None:
     model.zero_grad(set_to_none=True)
 
 
-def test_the_measurement_at_the_start_leaves_no_gradients(model: Any) -> None:
+def test_the_measurement_at_the_start_leaves_no_gradients(model):
     runner, seen = BlockRunner.of(model), {}
     run = BlockRunner.__call__
     with mock.patch.object(

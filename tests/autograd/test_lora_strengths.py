@@ -1,9 +1,5 @@
 """ai-toolkit's LoRA strengths, one per image: fused blocks compute with them as the LoRA's own forward does."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -23,7 +19,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", FLUX1)
-def test_gradients_are_those_of_the_lora_itself(name: str) -> None:
+def test_gradients_are_those_of_the_lora_itself(name):
     for dtype, rtol in ((torch.float32, FUSED_FP32_RTOL), (torch.bfloat16, FUSED_BF16_RTOL)):
         for case, (strengths, batch) in STRENGTHS.items():
             assert_as_own_code(with_strengths(name, strengths, batch, dtype), rtol, case, dtype)
@@ -34,7 +30,7 @@ def test_gradients_are_those_of_the_lora_itself(name: str) -> None:
     [(1.0, False), ([1.0], False), ([0.5] * 4, False), ([1, 1.0], False), ([1.0, 0.5], True)],
     ids=str,
 )
-def test_equal_strengths_are_one_number(strengths: Any, differ: bool) -> None:
+def test_equal_strengths_are_one_number(strengths, differ):
     """And what is compared is the list, since the tensor may be on a GPU: one of another value is not looked at."""
     for name in FLUX1:
         of = with_strengths(name, strengths)
@@ -44,7 +40,7 @@ def test_equal_strengths_are_one_number(strengths: Any, differ: bool) -> None:
         assert {group.strengths is not None for group in groups} == {differ}
 
 
-def test_strengths_that_do_not_fit_the_batch_are_an_error() -> None:
+def test_strengths_that_do_not_fit_the_batch_are_an_error():
     of = with_strengths("flux single", [1.0, 0.5], batch=3)
     with pytest.raises(ValueError, match="2 LoRA strengths for a batch of 3: must be one per image"):
         fused_block(of.block)(*of.args)
@@ -53,7 +49,7 @@ def test_strengths_that_do_not_fit_the_batch_are_an_error() -> None:
         fused_block(of.block)
 
 
-def test_a_lora_below_the_trained_one_counts() -> None:
+def test_a_lora_below_the_trained_one_counts():
     """FLUX.1-schnell is trained with an assistant LoRA, whose modules replaced the linears' forward first."""
     of = with_strengths("flux single")
     linears = [of.block.attn.to_q, of.block.proj_out]
@@ -67,7 +63,7 @@ def test_a_lora_below_the_trained_one_counts() -> None:
         fused_block(of.block)
 
 
-def test_a_forward_below_the_lora_is_not_passed_over() -> None:
+def test_a_forward_below_the_lora_is_not_passed_over():
     of = with_strengths("flux single")
     linear = torch.nn.Linear(64, 64).requires_grad_(False)
     forward = linear.forward

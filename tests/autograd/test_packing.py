@@ -1,7 +1,5 @@
 """Values forward are the same, gradients near the exact ones, and fewer bytes saved; nothing exact is touched."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import threading
@@ -75,7 +73,7 @@ def grads_of(block: nn.Module, x: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("fmt", "granularity", "autocast"), [("e4m3", per_group(32), True), ("e5m2", PER_TENSOR, False)], ids=str
 )
-def test_forward_is_untouched_and_gradients_are_near(device, fmt, granularity, way, autocast) -> None:
+def test_forward_is_untouched_and_gradients_are_near(device, fmt, granularity, way, autocast):
     """Packed, with attention's tensors or without, and recomputed."""
     block, x = Block().to(device), torch.randn(2, T, D, device=device, requires_grad=True)
     storage = Storage(fmt, granularity)
@@ -89,7 +87,7 @@ def test_forward_is_untouched_and_gradients_are_near(device, fmt, granularity, w
     assert_all_near(gradients(block, x, exact), gradients(block, x, y), floors[fmt])
 
 
-def test_keeps_fewer_bytes_and_each_storage_once() -> None:
+def test_keeps_fewer_bytes_and_each_storage_once():
     block, x = Block().bfloat16(), torch.randn(2, T, D).bfloat16().requires_grad_()
     block.out.requires_grad_(False)  # else it keeps attention's out a second time, as its own input
     kept = {}
@@ -117,7 +115,7 @@ def packs(tensor: Tensor, config: Saving = SMALL, keep: tuple[Tensor, ...] = ())
     return bool(saved.packed)
 
 
-def test_what_is_left_alone() -> None:
+def test_what_is_left_alone():
     big = torch.randn(8, 64)
     assert packs(big)
     assert not packs(big, Saving(min_elements=big.numel() + 1))
@@ -142,7 +140,7 @@ def codes_of_a_wide_adapter() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [codes_of_a_wide_adapter, lambda: FP8Linear.from_linear(nn.Linear(4096, 64))])
-def test_codes_and_scales_are_left_alone(make) -> None:
+def test_codes_and_scales_are_left_alone(make):
     layer, x, dy = make(), draw(8, 4096), draw(8, 64, grad=False)
     inputs = [x, *(p for p in layer.parameters() if p.requires_grad)]
     exact, ours = (torch.autograd.grad(y, inputs, dy) for y in (layer(x), packed(layer, x)))
@@ -152,7 +150,7 @@ def test_codes_and_scales_are_left_alone(make) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("in_fp8", [False, True])
-def test_lora_weights_are_never_packed_not_even_autocasts_copies(dtype: torch.dtype, in_fp8: bool) -> None:
+def test_lora_weights_are_never_packed_not_even_autocasts_copies(dtype, in_fp8):
     """dx = dh A with the A that was multiplied by, whatever its size and whichever dtype it was cast to."""
     down, up = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
     if in_fp8:
@@ -190,13 +188,13 @@ def saved_by_product(make) -> tuple[Tensor, Tensor, int]:
     ],
     ids=["whole", "strided", "expanded", "heads", "offset"],
 )
-def test_views_share_one_packed_storage(make) -> None:
+def test_views_share_one_packed_storage(make):
     measured, expected, storages = saved_by_product(make)
     assert_bitwise(measured, expected)
     assert storages == 1
 
 
-def test_a_change_in_place_makes_a_second_copy_and_the_first_stays_right() -> None:
+def test_a_change_in_place_makes_a_second_copy_and_the_first_stays_right():
     x = torch.randn(8, 64)
     first, second = (torch.ones(8, 64, requires_grad=True) for _ in range(2))
     with recording() as saved, PackedSavedTensors(SMALL):
@@ -212,7 +210,7 @@ def test_a_change_in_place_makes_a_second_copy_and_the_first_stays_right() -> No
     assert_bitwise(second.grad, in_fp8(changed))
 
 
-def test_an_address_used_again_is_not_taken_for_the_old_tensor() -> None:
+def test_an_address_used_again_is_not_taken_for_the_old_tensor():
     gates = [torch.ones(8, 64, requires_grad=True) for _ in range(16)]
     total, values = torch.zeros(()), []
     with PackedSavedTensors(SMALL):
@@ -234,7 +232,7 @@ def near(found: Tensor, exact: Tensor, inputs: tuple[Tensor, ...]) -> None:
 
 
 @pytest.mark.parametrize("call", ["function", "operator", "multi-head module"])
-def test_log_sum_exp_stays_exact(call: str) -> None:
+def test_log_sum_exp_stays_exact(call):
     q, k, v = (draw(1, HEADS, T, 32) for _ in range(3))
     module = nn.MultiheadAttention(HEADS * 32, HEADS, batch_first=True)
 
@@ -252,7 +250,7 @@ def test_log_sum_exp_stays_exact(call: str) -> None:
     near(y, run(), (q, k, v))
 
 
-def test_bf16_attention_keeps_q_k_v_out_as_they_are() -> None:
+def test_bf16_attention_keeps_q_k_v_out_as_they_are():
     q, k, v = (torch.randn(1, HEADS, T, 32, requires_grad=True) for _ in range(3))
     with recording() as saved, PackedSavedTensors(Saving(min_elements=64, attention="bf16")):
         y = attend(q * 1, k * 1, v * 1)
@@ -274,7 +272,7 @@ def test_bf16_attention_keeps_q_k_v_out_as_they_are() -> None:
     ],
     ids=["heads first", "tokens first", "padded", "packed sequences"],
 )
-def test_log_sum_exp_of_other_kernels(out: tuple[int, ...], statistics: tuple[int, ...]) -> None:
+def test_log_sum_exp_of_other_kernels(out, statistics):
     class Kernel(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x: Tensor, values: Tensor) -> Tensor:
@@ -294,7 +292,7 @@ def test_log_sum_exp_of_other_kernels(out: tuple[int, ...], statistics: tuple[in
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-def test_masks_stay_exact(dtype: torch.dtype) -> None:
+def test_masks_stay_exact(dtype):
     """−inf beside finite biases: in one FP8 group it would become the largest of these, and what is masked show."""
     q, k, v = (draw(1, HEADS, T, 32) for _ in range(3))
     mask = torch.rand(1, HEADS, T, T) < 0.5
@@ -305,7 +303,7 @@ def test_masks_stay_exact(dtype: torch.dtype) -> None:
     near(y, attend(q, k, v, mask), (q, k, v))
 
 
-def test_layers_with_the_same_mask_keep_one() -> None:
+def test_layers_with_the_same_mask_keep_one():
     """Attention makes what it adds of a bool mask, [B, heads, T, T] again for each layer; here once, and small."""
     q = draw(1, HEADS, T, 32)
     rows = torch.rand(1, 1, 1, T) < 0.5
@@ -331,7 +329,7 @@ def test_layers_with_the_same_mask_keep_one() -> None:
     assert torch.equal(y.grad_fn._saved_attn_mask == 0, changed)
 
 
-def test_heads_folded_into_the_batch() -> None:
+def test_heads_folded_into_the_batch():
     """Three-dimensional q, k, v take torch's unfused path, whose probabilities are the largest tensor of all."""
     q, k, v = (draw(HEADS, T, 32) for _ in range(3))
     with recording() as saved:
@@ -341,7 +339,7 @@ def test_heads_folded_into_the_batch() -> None:
 
 
 @pytest.mark.parametrize("config", [SMALL, Saving(min_elements=10**9)], ids=["packs", "packs nothing"])
-def test_a_graph_dropped_without_backward_is_freed(config: Saving) -> None:
+def test_a_graph_dropped_without_backward_is_freed(config):
     """A NaN loss, an exception, a validation pass: tensors that are left as they are must not hold their own node."""
     block, x = Block(), torch.randn(2, T, D, requires_grad=True)
     with PackedSavedTensors(config):
@@ -355,7 +353,7 @@ def test_a_graph_dropped_without_backward_is_freed(config: Saving) -> None:
 # -- in a training loop ------------------------------------------------------------------------------------------------
 
 
-def test_a_block_run_twice_before_backward() -> None:
+def test_a_block_run_twice_before_backward():
     block, batches = Block(), [draw(2, T, D) for _ in range(2)]
     single = [gradients(block, x, packed(block, x)) for x in batches]
     outputs = [packed(block, x) for x in batches]
@@ -363,7 +361,7 @@ def test_a_block_run_twice_before_backward() -> None:
         assert_all_bitwise(gradients(block, x, y), expected)
 
 
-def test_backward_one_after_the_other_frees_as_it_goes() -> None:
+def test_backward_one_after_the_other_frees_as_it_goes():
     block, x = Block(), draw(2, T, D)
     with recording() as saved:
         first = packed(block, x * 1)
@@ -381,7 +379,7 @@ def test_backward_one_after_the_other_frees_as_it_goes() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_nothing_is_packed_without_grad(mode) -> None:
+def test_nothing_is_packed_without_grad(mode):
     block, x = Block(), draw(2, T, D)
     with recording() as saved, mode():
         y = packed(block.eval(), x)
@@ -389,7 +387,7 @@ def test_nothing_is_packed_without_grad(mode) -> None:
     assert_bitwise(y.clone(), block(x).detach())
 
 
-def test_backward_inside_autocast() -> None:
+def test_backward_inside_autocast():
     """Hosts that call backward where autocast is on: what comes back has the dtype that was saved."""
     block, x = Block(), draw(2, T, D)
     with torch.autocast("cpu", torch.bfloat16):
@@ -402,7 +400,7 @@ def test_backward_inside_autocast() -> None:
 # -- around and inside torch's checkpoint ------------------------------------------------------------------------------
 
 
-def test_reentrant_around_a_packed_block() -> None:
+def test_reentrant_around_a_packed_block():
     block, x = Block(dropout=0.3), draw(2, T, D)
     torch.manual_seed(7)
     expected = gradients(block, x, packed(block, x))
@@ -413,7 +411,7 @@ def test_reentrant_around_a_packed_block() -> None:
     assert_all_bitwise(grads_of(block, x), expected)
 
 
-def test_inside_non_reentrant_checkpoint_it_leaves_all_to_checkpoint() -> None:
+def test_inside_non_reentrant_checkpoint_it_leaves_all_to_checkpoint():
     """Its hooks would take the tensors away from checkpoint's, which would then keep all of them."""
     block, x = Block(dropout=0.3), draw(2, T, D)
     torch.manual_seed(7)
@@ -430,7 +428,7 @@ def test_inside_non_reentrant_checkpoint_it_leaves_all_to_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoint_inside_a_packed_block(reentrant: bool) -> None:
+def test_checkpoint_inside_a_packed_block(reentrant):
     """Attention's own hooks must not take its tensors away from a checkpoint that is open inside."""
     block, x = Block(dropout=0.3), draw(2, T, D)
     torch.manual_seed(7)
@@ -448,7 +446,7 @@ def test_checkpoint_inside_a_packed_block(reentrant: bool) -> None:
 # -- nested ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_inner_one_has_options_of_its_own_and_shares_storages_and_what_is_kept() -> None:
+def test_the_inner_one_has_options_of_its_own_and_shares_storages_and_what_is_kept():
     x, kept = draw(8, 64, grad=False), draw(8, 64, grad=False)
     outer, inner, other, exact = (draw(8, 64) for _ in range(4))
     coarse = Saving(Storage("e5m2", per_group(32)), min_elements=64)
@@ -465,7 +463,7 @@ def test_the_inner_one_has_options_of_its_own_and_shares_storages_and_what_is_ke
     assert_bitwise(exact.grad, kept)
 
 
-def test_the_outer_one_goes_on_after_the_inner_one() -> None:
+def test_the_outer_one_goes_on_after_the_inner_one():
     """Also after an exception, within the hooks of attention."""
     x, w = draw(8, 64, grad=False), draw(8, 64)
     for fails in (False, True):
@@ -488,7 +486,7 @@ def test_the_outer_one_goes_on_after_the_inner_one() -> None:
 
 
 @pytest.mark.parametrize("changes", [lambda t: t.mul_(2), lambda t: t.view(-1)[0].zero_()], ids=["whole", "view"])
-def test_a_change_of_what_was_left_alone_is_an_error_as_without_hooks(changes) -> None:
+def test_a_change_of_what_was_left_alone_is_an_error_as_without_hooks(changes):
     for run in (lambda f: f(), lambda f: packed(f)):
         x, w = draw(2, 3, grad=False), draw(2, 3)
         y = run(lambda x=x, w=w: x * w)
@@ -500,7 +498,7 @@ def test_a_change_of_what_was_left_alone_is_an_error_as_without_hooks(changes) -
 # -- threads -----------------------------------------------------------------------------------------------------------
 
 
-def test_another_thread_packs_nothing_and_may_pack_its_own() -> None:
+def test_another_thread_packs_nothing_and_may_pack_its_own():
     x, w = draw(8, 64, grad=False), draw(8, 64)
     results: dict[str, Tensor] = {}
     counts: list[int] = []
@@ -552,7 +550,7 @@ def keepers(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref]:
     return made
 
 
-def test_recomputes_from_the_fp8_values_of_its_input() -> None:
+def test_recomputes_from_the_fp8_values_of_its_input():
     seen, x = [], torch.randn(8, D, requires_grad=True)
 
     def block(x: Tensor) -> Tensor:
@@ -573,7 +571,7 @@ def test_recomputes_from_the_fp8_values_of_its_input() -> None:
 
 
 @pytest.mark.parametrize(("options", "autocast"), [(FROM_FP8, True), (EXACT, False)], ids=["fp8 input", "exact input"])
-def test_lora_dropout_draws_the_same_mask(options: dict, autocast: bool) -> None:
+def test_lora_dropout_draws_the_same_mask(options, autocast):
     """With inputs kept exactly it is torch's checkpoint, to the last bit, masks and generator included."""
     block, x = lora_block(0.3), torch.randn(2, T, D, requires_grad=True)
     masks: list[Tensor] = []
@@ -601,7 +599,7 @@ def test_lora_dropout_draws_the_same_mask(options: dict, autocast: bool) -> None
 
 
 @pytest.mark.parametrize("backward", [True, False])
-def test_the_input_is_really_freed(backward: bool, keepers: list[weakref.ref]) -> None:
+def test_the_input_is_really_freed(backward, keepers):
     block, x = Block().bfloat16(), torch.randn(2, T, D).bfloat16().requires_grad_()
     hidden = x * 1
     alive = weakref.ref(hidden.untyped_storage())
@@ -618,7 +616,7 @@ def test_the_input_is_really_freed(backward: bool, keepers: list[weakref.ref]) -
     assert kept() is None
 
 
-def test_constants_stay_as_they_are_and_keywords_are_kept_as_positions_are() -> None:
+def test_constants_stay_as_they_are_and_keywords_are_kept_as_positions_are():
     """What requires no gradient is shared by all blocks: an FP8 copy per block would cost, not save."""
     x, other = (torch.randn(8, D, requires_grad=True) for _ in range(2))
     mask, seen = torch.randn(8, D), []
@@ -640,7 +638,7 @@ def test_constants_stay_as_they_are_and_keywords_are_kept_as_positions_are() -> 
 @pytest.mark.parametrize(
     "x", [torch.randn(8, D, dtype=torch.float64), torch.randn(()), torch.randn(0, D)], ids=["fp64", "scalar", "empty"]
 )
-def test_what_fp8_has_no_place_for_is_kept_exactly(x: Tensor) -> None:
+def test_what_fp8_has_no_place_for_is_kept_exactly(x):
     x = x.clone().requires_grad_()
     (dx,) = torch.autograd.grad(fp8_checkpoint(torch.sigmoid, x, min_elements=0).sum(), x)
     assert_bitwise(dx, torch.autograd.grad(x.sigmoid().sum(), x)[0])
@@ -649,7 +647,7 @@ def test_what_fp8_has_no_place_for_is_kept_exactly(x: Tensor) -> None:
 # -- inside other contexts --------------------------------------------------------------------------------------------
 
 
-def test_inside_packed_saved_tensors() -> None:
+def test_inside_packed_saved_tensors():
     """A recomputed part of a packed block: its constants are not packed, so that it recomputes from what ran."""
     mask, x, dy = torch.randn(8, D), torch.randn(8, D, requires_grad=True), torch.randn(8, D)
 
@@ -662,7 +660,7 @@ def test_inside_packed_saved_tensors() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_inside_torch_checkpoint(reentrant: bool) -> None:
+def test_inside_torch_checkpoint(reentrant):
     block, x = lora_block(0.3), torch.randn(2, T, D, requires_grad=True)
     torch.manual_seed(7)
     exact = gradients(block, x, block(x.tanh()))
@@ -673,7 +671,7 @@ def test_inside_torch_checkpoint(reentrant: bool) -> None:
     assert_all_near(exact, grads_of(block, x), CHECKPOINT_GRADIENT_FLOOR_DB["e4m3"])
 
 
-def test_around_a_packed_block() -> None:
+def test_around_a_packed_block():
     """What is recomputed is used at once: packing it would only add an error."""
     block, x = Block(), torch.randn(2, T, D, requires_grad=True)
 
@@ -715,7 +713,7 @@ def run_layer(layer: nn.Module, x: Tensor) -> tuple[Tensor, SavedTensors]:
 @pytest.mark.parametrize("name", list(LAYERS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_values_are_torchs_own_and_the_input_is_not_kept(name: str, dtype: torch.dtype, autocast: bool) -> None:
+def test_values_are_torchs_own_and_the_input_is_not_kept(name, dtype, autocast):
     layer, x = frozen_layer(name, dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         exact, (y, saved) = layer(x), run_layer(layer, x)
@@ -729,7 +727,7 @@ def test_values_are_torchs_own_and_the_input_is_not_kept(name: str, dtype: torch
 
 
 @pytest.mark.parametrize("trained", ["weight", "bias"])
-def test_what_is_trained_gets_its_gradient(trained: str) -> None:
+def test_what_is_trained_gets_its_gradient(trained):
     layer, x = frozen_layer("3x3")
     own = copy.deepcopy(layer)
     keep_no_input(layer)
@@ -740,7 +738,7 @@ def test_what_is_trained_gets_its_gradient(trained: str) -> None:
     assert_bitwise(*(torch.autograd.grad(out, getattr(of, trained), dy)[0] for out, of in ((y, layer), (exact, own))))
 
 
-def test_a_copy_of_a_layer_has_its_own_weights() -> None:
+def test_a_copy_of_a_layer_has_its_own_weights():
     layer, x = frozen_layer("3x3")
     keep_no_input(layer)
     other = copy.deepcopy(layer)
@@ -751,7 +749,7 @@ def test_a_copy_of_a_layer_has_its_own_weights() -> None:
 
 
 @pytest.mark.parametrize("case", ["padding in words", "no batch", "no gradient"])
-def test_what_runs_as_ever(case: str) -> None:
+def test_what_runs_as_ever(case):
     layer, x = frozen_layer("3x3")
     layer.padding = "same" if case == "padding in words" else layer.padding
     x = {"no batch": x[0], "no gradient": x.detach()}.get(case, x)

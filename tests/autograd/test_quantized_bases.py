@@ -123,7 +123,7 @@ def quantized_linear(form: str = "codes") -> Any:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", FLUX1)
-def test_a_fused_block_is_autograd_s(form: str, kind: str) -> None:
+def test_a_fused_block_is_autograd_s(form, kind):
     plain, adopted = made(kind), made(kind)
     for of in (plain, adopted):
         quantized(of.block, form)
@@ -139,7 +139,7 @@ def test_a_fused_block_is_autograd_s(form: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_by_itself_it_has_its_own_output_and_gradient_and_keeps_nothing(form: str) -> None:
+def test_by_itself_it_has_its_own_output_and_gradient_and_keeps_nothing(form):
     plain, adopted = quantized_linear(form), quantized_linear(form)
     adopt(adopted, CONFIG.linear_config())
     x = torch.randn(3, 5, 64, requires_grad=True)
@@ -156,7 +156,7 @@ def test_by_itself_it_has_its_own_output_and_gradient_and_keeps_nothing(form: st
 
 
 @pytest.mark.parametrize(("form", "flow"), [("codes", "fused"), ("subclass", "fused"), ("codes", "generic")])
-def test_a_model_trains_on_them(form: str, flow: str) -> None:
+def test_a_model_trains_on_them(form, flow):
     config = COATConfig.from_dict(
         {"memory": {"checkpointing": "none"}, "activation": {"flow": flow}, "fallback": "error"}
     )
@@ -186,7 +186,7 @@ def test_a_model_trains_on_them(form: str, flow: str) -> None:
     assert report.metadata()["coat.why.gemms"] == "quantized by ai-toolkit"
 
 
-def test_what_ai_toolkit_left_plain_becomes_fp8() -> None:
+def test_what_ai_toolkit_left_plain_becomes_fp8():
     model = tiny_flux()
     quantize_linear(model.transformer_blocks[0].attn.to_q, "codes")
     report = apply_coat(model, CONFIG)
@@ -197,7 +197,7 @@ def test_what_ai_toolkit_left_plain_becomes_fp8() -> None:
     assert set(BlockRunner.of(model).ran.values()) == {"fused"}  # type: ignore[union-attr]
 
 
-def test_an_adapter_that_is_on_one_already_calls_the_adopted_one() -> None:
+def test_an_adapter_that_is_on_one_already_calls_the_adopted_one():
     class Adapter:
         def __init__(self, module: Any) -> None:
             self.org_forward, module.forward = module.forward, self.forward
@@ -215,7 +215,7 @@ def test_an_adapter_that_is_on_one_already_calls_the_adopted_one() -> None:
     assert isinstance(module, OstrisLinear)
 
 
-def test_adopting_again_changes_the_config_alone() -> None:
+def test_adopting_again_changes_the_config_alone():
     module = quantized_linear()
     adopt(module, CONFIG.linear_config())
     kind, other = type(module), COATConfig.from_dict({"activation": {"format": "e5m2"}}).linear_config()
@@ -224,7 +224,7 @@ def test_adopting_again_changes_the_config_alone() -> None:
     assert module.coat_input_config is other
 
 
-def test_plain_and_our_own_linears_are_no_one_else_s() -> None:
+def test_plain_and_our_own_linears_are_no_one_else_s():
     model = tiny_flux()
     apply_coat(model, CONFIG)
     assert {quantization_of(module) for module in model.modules()} == {None}

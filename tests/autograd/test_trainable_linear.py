@@ -1,7 +1,5 @@
 """FP8TrainableLinear: fprop and dgrad as FP8Linear's, wgrad from codes or in FP8, codes kept while W is the same."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 
@@ -32,7 +30,7 @@ def make(dtype: torch.dtype = torch.float32, **config: object) -> FP8TrainableLi
     ("input_format", "granularity", "rows"),
     [("e4m3", "per_row", "per_tensor"), ("e4m3", "per_tensor", "per_row"), ("e5m2", "per_row", "per_row")],
 )
-def test_gradients(input_format: str, granularity: str, rows: str) -> None:
+def test_gradients(input_format, granularity, rows):
     layer = make(input_format=input_format, input_granularity=granularity, weight_granularity=rows)
     frozen = FP8Linear.from_linear(copy.deepcopy(layer).to_linear(), layer.config)
     x, dy = torch.randn(2, 64, K, requires_grad=True), torch.randn(2, 64, N)
@@ -49,7 +47,7 @@ def test_gradients(input_format: str, granularity: str, rows: str) -> None:
 
 
 @pytest.mark.parametrize("cache", [False, True])
-def test_keeps_x_as_codes_and_the_weight_itself(cache: bool) -> None:
+def test_keeps_x_as_codes_and_the_weight_itself(cache):
     layer, x = make(cache_weight=cache), torch.randn(4, K, requires_grad=True)
     own, weight = saved_by(lambda: layer(x))[1]
     assert own.data_ptr() == x.data_ptr()  # of an input x itself
@@ -81,7 +79,7 @@ def micro_batches(layer: nn.Module, recompute: bool = False, steps: int = 3) -> 
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_cast_once_for_all_micro_batches_with_the_same_bits(casts: list[Tensor], recompute: bool) -> None:
+def test_cast_once_for_all_micro_batches_with_the_same_bits(casts, recompute):
     kept, cast = make(cache_weight=True), make()
     cast.load_state_dict(kept.state_dict())
     with PackedSavedTensors(Saving(min_elements=1)):  # backward gets another tensor object for the weight
@@ -122,7 +120,7 @@ CHANGES: dict[str, Callable[[FP8TrainableLinear], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_cast_again_after_every_change(casts: list[Tensor], change: str) -> None:
+def test_cast_again_after_every_change(casts, change):
     layer = make(torch.bfloat16, cache_weight=True)
     micro_batches(layer)
     CHANGES[change](layer)
@@ -134,7 +132,7 @@ def test_cast_again_after_every_change(casts: list[Tensor], change: str) -> None
     assert_bitwise(y.detach(), fresh(x).detach())
 
 
-def test_other_formats_are_cast_again_and_codes_are_freed() -> None:
+def test_other_formats_are_cast_again_and_codes_are_freed():
     layer = make(cache_weight=True)
     x = torch.randn(4, K)
     layer(x)
@@ -147,7 +145,7 @@ def test_other_formats_are_cast_again_and_codes_are_freed() -> None:
     assert layer.trained_codes.codes is None
 
 
-def test_codes_are_no_part_of_the_state_or_of_copies() -> None:
+def test_codes_are_no_part_of_the_state_or_of_copies():
     layer = make(cache_weight=True)
     layer(torch.randn(4, K))
     assert set(layer.state_dict()) == {"weight", "bias"}
@@ -156,7 +154,7 @@ def test_codes_are_no_part_of_the_state_or_of_copies() -> None:
     assert layer.trained_codes.codes is not None
 
 
-def test_a_frozen_weight_is_cast_once_also_after_inference_mode(casts: list[Tensor]) -> None:
+def test_a_frozen_weight_is_cast_once_also_after_inference_mode(casts):
     layer = make(cache_weight=True).requires_grad_(False)
     with torch.inference_mode():
         layer(torch.randn(4, K))  # its codes could not be saved for backward
@@ -165,7 +163,7 @@ def test_a_frozen_weight_is_cast_once_also_after_inference_mode(casts: list[Tens
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call")
-def test_compiled_whole_it_casts_the_weight_it_has() -> None:
+def test_compiled_whole_it_casts_the_weight_it_has():
     torch._dynamo.reset()
     layer = make(cache_weight=True, wgrad_format="e4m3")
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
@@ -194,7 +192,7 @@ def spread(rows: int, columns: int, across: str, seed: int) -> Tensor:
     ("wgrad_format", "granularity", "across"),
     [("e4m3", "per_row", "tokens"), ("e4m3", "per_tensor", "features"), ("e5m2", "per_row", "features")],
 )
-def test_wgrad_in_fp8_adds_the_rounding_of_dy(wgrad_format: str, granularity: str, across: str) -> None:
+def test_wgrad_in_fp8_adds_the_rounding_of_dy(wgrad_format, granularity, across):
     config = FP8LinearConfig(wgrad_format=wgrad_format, input_granularity=granularity)
     x = quantize(spread(509, K, across, 0), "e4m3", Granularity(granularity))  # not a multiple of 16 tokens
     dy = 1e-6 * spread(509, N, across, 1)
@@ -208,7 +206,7 @@ def test_wgrad_in_fp8_adds_the_rounding_of_dy(wgrad_format: str, granularity: st
     assert_sqnr(by_feature @ values, dw, FP32_ORDER_FLOOR_DB)
 
 
-def test_wgrad_in_fp8_of_what_a_layer_saved() -> None:
+def test_wgrad_in_fp8_of_what_a_layer_saved():
     layer = make(wgrad_format="e4m3")
     x, dy = torch.randn(2, 3, 5, K), torch.randn(2, 3, 5, N)
     layer(x).backward(dy)
@@ -217,7 +215,7 @@ def test_wgrad_in_fp8_of_what_a_layer_saved() -> None:
     assert_sqnr(dy.view(-1, N).t() @ x.view(-1, K), layer.weight.grad, product_floor_db("e4m3", "e4m3") - 1)
 
 
-def test_where_wgrad_cannot_be_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_wgrad_cannot_be_in_fp8(monkeypatch):
     monkeypatch.setattr(
         "coat_core.linear.function.unsupported_reason",
         lambda _, *pair: "cuda: no" if pair[:2] == (torch.float8_e5m2, torch.float8_e5m2) else None,
@@ -228,14 +226,14 @@ def test_where_wgrad_cannot_be_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
         make(wgrad_format="e5m2", **formats)(torch.randn(3, K))
 
 
-def test_frozen_weight_keeps_no_x() -> None:
+def test_frozen_weight_keeps_no_x():
     layer, x = make().requires_grad_(False), torch.randn(4, K, requires_grad=True)
     y, saved = saved_by(lambda: layer(x))
     assert [tuple(t.shape) for t in saved] == [(N, K), ()]
     assert_bitwise(y.detach(), layer.requires_grad_(True)(x).detach())
 
 
-def test_autocast_gives_gradients_in_the_parameters_dtype() -> None:
+def test_autocast_gives_gradients_in_the_parameters_dtype():
     layer = make()
     x, dy = torch.randn(64, K, requires_grad=True), torch.randn(64, N).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
@@ -245,7 +243,7 @@ def test_autocast_gives_gradients_in_the_parameters_dtype() -> None:
     assert_sqnr(dy.float().t() @ x.detach(), layer.weight.grad, product_floor_db("e4m3"))
 
 
-def test_no_tokens_and_no_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tokens_and_no_fp8(monkeypatch):
     layer = make()
     layer(torch.randn(0, K)).sum().backward()
     assert_bitwise(layer.weight.grad, torch.zeros(N, K))

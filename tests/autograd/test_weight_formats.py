@@ -1,7 +1,5 @@
 """Frozen weights in INT8 and NVFP4, transposed copies of codes for dgrad, and several weights as one matrix."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -69,7 +67,7 @@ def rotated(x: Tensor, size: int) -> Tensor:
     ],
     ids=lambda c: f"{c.weight_format} {c.input_granularity} {c.grad_format if c.use_fp8_gemm else 'none'}",
 )
-def test_products_are_those_of_the_dequantized_operands(config: FP8LinearConfig) -> None:
+def test_products_are_those_of_the_dequantized_operands(config):
     layer, original = make(config)
     weight, in_int8 = layer.weight.data, config.weight_format == "int8"
     if in_int8:
@@ -103,7 +101,7 @@ def linear_inputs(kind: str, m: int, k: int, n: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "outlier channels", "after GELU"])
-def test_int8_is_nearer_to_high_precision_than_e4m3(kind: str) -> None:
+def test_int8_is_nearer_to_high_precision_than_e4m3(kind):
     """With outlier channels in dy, too, which it is rotated against as x is."""
     x, weight = linear_inputs(kind, 32, 1024, 256)
     dy = torch.randn(32, 256)
@@ -141,9 +139,7 @@ NVFP4_BUFFERS = {
     ],
     ids=["e4m3", "e5m2", "int8", "nvfp4"],
 )
-def test_what_a_layer_holds_saves_and_restores(
-    config: FP8LinearConfig, stored: str, buffers: dict[str, Any], size: int
-) -> None:
+def test_what_a_layer_holds_saves_and_restores(config, stored, buffers, size):
     layer, original = make(config)
     assert [name for name, _ in layer.named_parameters()] == ["bias"]
     assert {name: (tuple(x.shape), x.dtype) for name, x in layer.named_buffers()} == buffers
@@ -184,7 +180,7 @@ def test_what_a_layer_holds_saves_and_restores(
             FP8TrainableLinear.from_linear(nn.Linear(K, N), config)
 
 
-def test_an_adapter_shares_int8_codes_and_turns_its_gradient_back() -> None:
+def test_an_adapter_shares_int8_codes_and_turns_its_gradient_back():
     base, down = make(INT8)[0], nn.Linear(K, 4, False)
     FP8InputLinear.from_linear(down, Storage("int8", PER_ROW), base)
     x, dh = torch.randn(7, K, requires_grad=True) * 1, torch.randn(7, 4)
@@ -207,7 +203,7 @@ def flux_gradients(options: dict[str, Any]) -> tuple[dict[str, Tensor], str]:
     return {"prediction": prediction.detach(), **grads}, report.table(1000)
 
 
-def test_gradients_of_tiny_flux_in_int8_come_near_those_without_coat(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_tiny_flux_in_int8_come_near_those_without_coat(monkeypatch):
     """Of one block of each kind."""
     for blocks in ("num_layers", "num_single_layers"):
         monkeypatch.setitem(TINY_TRANSFORMER_CONFIG, blocks, 1)
@@ -219,7 +215,7 @@ def test_gradients_of_tiny_flux_in_int8_come_near_those_without_coat(monkeypatch
         assert_sqnr(exact[name], value, INT8_FLUX_FLOOR_DB)
 
 
-def test_modulations_of_int8_weights_are_the_same_together() -> None:
+def test_modulations_of_int8_weights_are_the_same_together():
     model, *_ = coat_flux_model(IN_INT8, dtype=torch.float32)
     temb = torch.randn(2, 64)
     for block in (model.transformer_blocks[0], model.single_transformer_blocks[0]):
@@ -233,7 +229,7 @@ def test_modulations_of_int8_weights_are_the_same_together() -> None:
             assert_sqnr(expected.detach(), modulation(temb).detach(), FP32_ORDER_FLOOR_DB)
 
 
-def test_int8_keeps_the_bytes_of_fp8_for_backward() -> None:
+def test_int8_keeps_the_bytes_of_fp8_for_backward():
     kept = []
     for options in (None, IN_INT8):
         model, *_ = coat_flux_model(options)
@@ -262,7 +258,7 @@ def gradient(layer: FP8Linear) -> Tensor:
     ],
     ids=lambda c: f"{c.weight_format} {c.weight_granularity} {c.input_granularity}",
 )
-def test_gradients_are_those_without_the_copy(config: FP8LinearConfig) -> None:
+def test_gradients_are_those_without_the_copy(config):
     layer, _ = make(config)
     keys, expected = set(layer.state_dict()), gradient(layer)
     keep_transposed(layer, config)
@@ -278,7 +274,7 @@ def test_gradients_are_those_without_the_copy(config: FP8LinearConfig) -> None:
     assert set(layer.state_dict()) == keys
 
 
-def test_the_copy_goes_with_its_weight() -> None:
+def test_the_copy_goes_with_its_weight():
     layer, _ = make(E4M3)
     keep_transposed(layer, E4M3)
     store_weight(layer, torch.randn(N, K), E4M3)
@@ -297,7 +293,7 @@ def linears(*widths: int) -> list[Any]:
     return group
 
 
-def test_each_keeps_its_values_and_the_memory_is_one() -> None:
+def test_each_keeps_its_values_and_the_memory_is_one():
     group = linears(16, 48, 32)
     before = [(linear.weight.clone(), linear.weight_codes_transposed.clone()) for linear in group]
     addresses = {linear.weight_codes.untyped_storage().data_ptr() for linear in group}
@@ -314,7 +310,7 @@ def test_each_keeps_its_values_and_the_memory_is_one() -> None:
         assert linear.weight_codes.untyped_storage().data_ptr() not in addresses
 
 
-def test_views_that_are_not_side_by_side_are_joined_again_and_a_missing_copy_joins_nothing() -> None:
+def test_views_that_are_not_side_by_side_are_joined_again_and_a_missing_copy_joins_nothing():
     group = linears(16, 32)
     first = join_buffers(group, CODES, 0)
     assert torch.equal(join_buffers(group[::-1], CODES, 0), torch.cat([first[16:], first[:16]]))
@@ -328,7 +324,7 @@ def test_views_that_are_not_side_by_side_are_joined_again_and_a_missing_copy_joi
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("config", [E4M3, INT8, NVFP4], ids=lambda c: c.weight_format)
-def test_one_product_gives_what_each_gives(config: FP8LinearConfig, bias: bool) -> None:
+def test_one_product_gives_what_each_gives(config, bias):
     widths = (16, 48, 32)
     group = [make(config, width, bias)[0] for width in widths]
     weights = [linear.weight.data for linear in group]
@@ -348,7 +344,7 @@ def test_one_product_gives_what_each_gives(config: FP8LinearConfig, bias: bool) 
         assert_sqnr(dy @ torch.cat(weights), one.dgrad(dy), floor)
 
 
-def test_linears_of_other_settings_stay_apart() -> None:
+def test_linears_of_other_settings_stay_apart():
     group = linears(16, 32)
     group[1].config = FP8LinearConfig(use_fp8_gemm=False)
     assert len(read_group(group, join=True).bases) == 2

@@ -7,8 +7,6 @@ adapter, and the bytes that the blocks keep for backward, counted by the allocat
 ai-toolkit quantized its own way.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

@@ -12,8 +12,6 @@ ai-toolkit's loaders run as they are. Substituted are the sizes that its code ho
 FLUX.2's `AutoEncoderParams`, and `KREA2_MMDIT_CONFIG`.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ Widths of 256 in four heads of 64, two blocks of each kind, 256 image tokens and
 it; `draw_weights` is up to the caller. Classes are imported where they are built: each has its own needs.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from functools import partial

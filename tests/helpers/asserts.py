@@ -1,7 +1,5 @@
 """Assertions on tensors that say what is wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

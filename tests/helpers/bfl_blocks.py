@@ -3,8 +3,6 @@
 A stand-in with the same arithmetic, where ai-toolkit's own cannot be imported.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

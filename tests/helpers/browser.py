@@ -1,7 +1,5 @@
 """Pages as a real browser lays them out: widths, what sticks out, contrast; in both colour schemes."""
 
-from __future__ import annotations
-
 import html
 import json
 import os

@@ -1,7 +1,5 @@
 """Changes of a job by dotted keys."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

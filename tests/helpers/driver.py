@@ -1,7 +1,5 @@
 """A headless browser that does as it is told: the WebDriver protocol of chromedriver, with the standard library."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """Jobs for the stand-alone engine on the embedded tiny model: 64-px noise images, seconds to run on a CPU."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

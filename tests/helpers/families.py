@@ -4,8 +4,6 @@ Run as a program inside ai-toolkit's environment it compares ai-toolkit's own bl
 own LoRA, with what their readers make of them, and prints the largest differences as JSON.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

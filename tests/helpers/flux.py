@@ -1,7 +1,5 @@
 """The embedded tiny FLUX transformer with COAT and a LoRA, made in memory, and one training step of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

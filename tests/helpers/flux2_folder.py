@@ -1,7 +1,5 @@
 """A tiny FLUX.2 klein with random weights, as a folder that diffusers' own pipeline loads."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ it), "peft" (PEFT without autocast, as the stand-alone trainer runs it), "toolki
 toolkit_lora.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A made-up clock for `weight.format: auto`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """What tests of fused blocks assert, whatever adapters are on them."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from typing import Any

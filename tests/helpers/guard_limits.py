@@ -1,7 +1,5 @@
 """The guard's limits, which no config sets, for a test that cannot wait for them."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

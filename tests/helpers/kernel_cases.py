@@ -1,7 +1,5 @@
 """Calls of every launcher at FLUX.1's shapes, on tensors without memory: what compile_kernels.py compiles."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Callable

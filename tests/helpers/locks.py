@@ -1,7 +1,5 @@
 """Another process that holds the lock of a run's folder."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

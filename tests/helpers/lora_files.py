@@ -1,7 +1,5 @@
 """LoRA tensors of small FLUX shapes in diffusers' layout, as a run would save them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

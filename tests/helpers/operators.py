@@ -1,7 +1,5 @@
 """torch.library.opcheck for operators that return FP8."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

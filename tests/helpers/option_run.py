@@ -1,7 +1,5 @@
 """One training step under a `coat:` block written as YAML, and what can be read from its tensors afterwards."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 from typing import Any

@@ -1,7 +1,5 @@
 """A FLUX transformer as one file in Black Forest Labs' layout, as `flux1-dev.safetensors` is; written out by hand."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

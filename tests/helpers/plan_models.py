@@ -4,8 +4,6 @@
 that ai-toolkit quantizes. One JSON object a line, --table for the rows of a page.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

@@ -5,8 +5,6 @@ it was, every tensor stays where it was; a read by the host fails while recordin
 does not, so what changed in place is put back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

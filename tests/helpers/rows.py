@@ -1,7 +1,5 @@
 """What kernels that make and quantize rows are tested with: inputs of every kind, and codes that are their values'."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """What autograd keeps for backward, read from the tensors themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A `StepWatch` outside of a trainer, and a log that keeps what it is given."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ gain² / fan-in), so the prediction has a standard deviation near 1 and depends 
 and guidance.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import shutil

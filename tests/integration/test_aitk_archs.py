@@ -6,8 +6,6 @@ takes 10 s, but up to five minutes where ai-toolkit searches for a code book (or
 not among them: it multiplies on GPUs alone.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -74,13 +72,13 @@ def check(row: dict[str, Any], kind: str = "transformer") -> None:
     assert row["bf16_bytes"] / row["kept_bytes"] >= ARCH_FEWER_BYTES[kind]
 
 
-def test_every_arch_is_in_the_table_and_every_class_has_its_block_lists() -> None:
+def test_every_arch_is_in_the_table_and_every_class_has_its_block_lists():
     assert set(ALL) == ARCHS.keys() | REFUSED.keys() - NEWER
     assert {name for name, entry in FAMILIES.items() if any(x.block in READ_BLOCKS for x in entry.lists)} == FUSED
 
 
 @pytest.mark.parametrize("arch", ALL)
-def test_each_is_refused_or_trained_as_the_table_says(arch: str, request: pytest.FixtureRequest) -> None:
+def test_each_is_refused_or_trained_as_the_table_says(arch, request):
     if arch in REFUSED:
         findings = Findings("f.yaml")
         check_arch(arch, ALL, "model.arch", findings)
@@ -100,7 +98,7 @@ def test_each_is_refused_or_trained_as_the_table_says(arch: str, request: pytest
     ("arch", "qtype"),
     [*(("flux", qtype) for qtype in QTYPES), *((arch, qtype) for arch in OTHERS for qtype in QTYPES_OF_OTHERS)],
 )
-def test_blocks_are_fused_on_ai_toolkits_own_bases(arch: str, qtype: str) -> None:
+def test_blocks_are_fused_on_ai_toolkits_own_bases(arch, qtype):
     row = measured(arch, f"--qtype={qtype}")[arch, qtype]
     check(row)
     assert "kept in FP8, fused flow" in row["kept"]["treatment"]

@@ -1,7 +1,5 @@
 """The order of the data inside ai-toolkit: the same wherever it is resumed, however many processes load it."""
 
-from __future__ import annotations
-
 import multiprocessing
 import random
 import sys
@@ -57,9 +55,7 @@ def _take(loader: ResumableLoader, count: int) -> list:
 @pytest.mark.parametrize(
     ("processes", "batch_size", "workers"), [(1, None, 0), (1, 2, 2), (2, None, 0), (3, 2, 0), (LENGTH + 2, 2, 0)]
 )
-def test_processes_share_the_batches_of_one_and_any_number_goes_on_anywhere(
-    processes: int, batch_size: int | None, workers: int
-) -> None:
+def test_processes_share_the_batches_of_one_and_any_number_goes_on_anywhere(processes, batch_size, workers):
     """Also where an epoch has fewer batches than there are processes."""
     per_epoch = -(-LENGTH // (batch_size or 1))
     for steps in (1, per_epoch - 1, per_epoch, per_epoch + 2):
@@ -76,7 +72,7 @@ def test_processes_share_the_batches_of_one_and_any_number_goes_on_anywhere(
                 assert _take(again, len(rest)) == rest
 
 
-def test_every_item_once_in_each_epoch_and_in_another_order() -> None:
+def test_every_item_once_in_each_epoch_and_in_another_order():
     items = _take(_loader(0, None), 2 * LENGTH)
     epochs = [index for index, _ in items[:LENGTH]], [index for index, _ in items[LENGTH:]]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(LENGTH))
@@ -85,7 +81,7 @@ def test_every_item_once_in_each_epoch_and_in_another_order() -> None:
     assert [index for index, _ in _take(_loader(0, None, SEED + 1), LENGTH)] != epochs[0]
 
 
-def test_global_generators_do_not_notice() -> None:
+def test_global_generators_do_not_notice():
     def draws() -> Item:
         return random.random(), float(np.random.rand()) + float(torch.rand(()))  # noqa: NPY002
 
@@ -102,7 +98,7 @@ def test_global_generators_do_not_notice() -> None:
         assert draws() == inside
 
 
-def test_closed_loader_has_no_processes_left() -> None:
+def test_closed_loader_has_no_processes_left():
     before = set(multiprocessing.active_children())
     loader = _loader(2, None)
     batches = iter(loader)
@@ -112,7 +108,7 @@ def test_closed_loader_has_no_processes_left() -> None:
     assert set(multiprocessing.active_children()) <= before
 
 
-def test_worker_processes_that_start_anew_find_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_processes_that_start_anew_find_the_package(monkeypatch):
     parent = str(Path(data_order.__file__).resolve().parents[3])
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path != parent])
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda: "spawn")

@@ -1,7 +1,5 @@
 """The whole model that a job without `network:` trains, inside the stand-in: what is chosen, converted and saved."""
 
-from __future__ import annotations
-
 import time
 from collections import OrderedDict
 from pathlib import Path
@@ -51,7 +49,7 @@ def _converted(host: Host, folder: Path) -> tuple[Any, Any]:
     return process, full
 
 
-def test_the_chosen_parameters_are_trained_and_the_save_is_whole(host: Host, folder: Path, tmp_path: Path) -> None:
+def test_the_chosen_parameters_are_trained_and_the_save_is_whole(host, folder, tmp_path):
     process, full = _converted(host, folder)
     process.sd.unet.requires_grad_(True)  # as ai-toolkit has it by then
     (group,) = full.param_groups(1e-5)
@@ -80,9 +78,7 @@ def test_the_chosen_parameters_are_trained_and_the_save_is_whole(host: Host, fol
         check_model(tmp_path / "bad" / "bad", full.trained)
 
 
-def test_a_folder_is_published_as_the_newest_and_another_programs_is_not_passed_over(
-    host: Host, tmp_path: Path
-) -> None:
+def test_a_folder_is_published_as_the_newest_and_another_programs_is_not_passed_over(host, tmp_path):
     host.start()
     saves = host.load("coat_flux.trainers.ai_toolkit.resume").Saves(tmp_path, "run", 2)
 
@@ -106,7 +102,7 @@ def test_a_folder_is_published_as_the_newest_and_another_programs_is_not_passed_
     assert saves.newest() is None
 
 
-def test_the_update_is_in_backward_and_a_loss_that_is_not_finite_changes_nothing(host: Host, folder: Path) -> None:
+def test_the_update_is_in_backward_and_a_loss_that_is_not_finite_changes_nothing(host, folder):
     process, full = _converted(host, folder)
     (group,) = full.param_groups(1e-2)
     process.optimizer = SimpleNamespace(optimizer=FP8AdamW(group["params"], lr=1e-2))  # as accelerate wraps it

@@ -1,7 +1,5 @@
 """`install`: what it puts into an ai-toolkit checkout, what it leaves alone, and what undo removes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -47,7 +45,7 @@ def _contents(root: Path) -> dict[str, str | bytes]:
     return contents
 
 
-def test_links_extension_configs_and_images_and_undo_leaves_the_checkout_as_it_was(checkout: Path) -> None:
+def test_links_extension_configs_and_images_and_undo_leaves_the_checkout_as_it_was(checkout):
     before = _contents(checkout)
     assert install(checkout)[0] == "extensions/coat_flux: link made"
     assert (checkout / EXTENSION).resolve() == PACKAGE
@@ -67,7 +65,7 @@ def test_links_extension_configs_and_images_and_undo_leaves_the_checkout_as_it_w
     assert install(checkout, undo=True)[0].startswith("nothing to undo")
 
 
-def test_without_the_right_to_link_files_are_copied(checkout: Path, no_links: None) -> None:
+def test_without_the_right_to_link_files_are_copied(checkout, no_links):
     before = _contents(checkout)
     assert install(checkout)[0] == "extensions/coat_flux: copy made"
     copied, original = checkout / EXTENSION / "__init__.py", (PACKAGE / "__init__.py").read_text()
@@ -80,7 +78,7 @@ def test_without_the_right_to_link_files_are_copied(checkout: Path, no_links: No
     assert _contents(checkout) == before
 
 
-def test_files_of_the_user_are_left_alone_as_is_what_was_added_or_changed_since(checkout: Path, no_links: None) -> None:
+def test_files_of_the_user_are_left_alone_as_is_what_was_added_or_changed_since(checkout, no_links):
     own, edited = (checkout / "configs" / config.name for config in CONFIGS[:2])
     own.parent.mkdir()
     own.write_text("mine")
@@ -98,7 +96,7 @@ def test_files_of_the_user_are_left_alone_as_is_what_was_added_or_changed_since(
     assert not (checkout / EXTENSION).exists()
 
 
-def test_a_foreign_extension_folder_or_checkout_is_refused(checkout: Path, tmp_path: Path) -> None:
+def test_a_foreign_extension_folder_or_checkout_is_refused(checkout, tmp_path):
     shutil.copytree(CHECKOUT / "jobs", checkout / EXTENSION)
     before = _contents(checkout)
     with pytest.raises(InstallError, match="extensions/coat_flux was not made by coat-flux"):

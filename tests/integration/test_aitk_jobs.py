@@ -1,7 +1,5 @@
 """The extension in a stand-in of ai-toolkit's interface (tests/helpers/aitk_standin): names, folders, whole jobs."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil
@@ -35,7 +33,7 @@ from tests.helpers.asserts import assert_all_bitwise, assert_bitwise, assert_sqn
 # -- identity and import ---------------------------------------------------------------------------------------------
 
 
-def test_host_finds_one_extension_and_no_second_copy_of_our_modules(host: Host) -> None:
+def test_host_finds_one_extension_and_no_second_copy_of_our_modules(host):
     assert host.load("extensions.coat_flux").AI_TOOLKIT_EXTENSIONS == []  # outside of ai-toolkit
     del sys.modules["extensions.coat_flux"]
     classes = host.start()
@@ -72,7 +70,7 @@ def _parameters() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.ones(4, 32))]
 
 
-def test_optimizer_name_works_wherever_it_was_bound(hosted: Host) -> None:
+def test_optimizer_name_works_wherever_it_was_bound(hosted):
     from coat_core.optim import FP8AdamW
 
     hosted.start()
@@ -85,7 +83,7 @@ def test_optimizer_name_works_wherever_it_was_bound(hosted: Host) -> None:
     assert (built.param_groups[0]["lr"], built.param_groups[0]["eps"]) == (3e-4, 1e-7)
 
 
-def test_other_optimizer_names_reach_the_host_untouched(hosted: Host) -> None:
+def test_other_optimizer_names_reach_the_host_untouched(hosted):
     calls: list[tuple] = []
 
     def original(params: Any, optimizer_type: str = "adam", learning_rate: float = 1e-6, optimizer_params: Any = None):
@@ -100,7 +98,7 @@ def test_other_optimizer_names_reach_the_host_untouched(hosted: Host) -> None:
     assert calls[0][3] is call[3]
 
 
-def test_installing_twice_wraps_once_and_reaches_modules_loaded_later(hosted: Host) -> None:
+def test_installing_twice_wraps_once_and_reaches_modules_loaded_later(hosted):
     hosted.start()
     wrapper, late = _bound()[0], sys.modules["late"]
     late.get_optimizer = wrapper._coat_flux_original  # as if bound before the wrapper came
@@ -128,7 +126,7 @@ def _converted(host: Host, **options: Any) -> tuple[torch.nn.Linear, torch.nn.Li
 
 
 @pytest.mark.parametrize(("fmt", "granularity"), [("e4m3", "per_tensor"), ("e5m2", "per_row")])
-def test_converted_linear_keeps_codes_through_casts(host: Host, fmt: str, granularity: str) -> None:
+def test_converted_linear_keeps_codes_through_casts(host, fmt, granularity):
     linear, twin = _converted(host, weight_format=fmt, weight_granularity=granularity)
     before = twin.weight_codes.clone(), twin.weight_scale_bits.clone()
     twin.to(torch.bfloat16).to(torch.float16).half().to(torch.bfloat16)
@@ -141,7 +139,7 @@ def test_converted_linear_keeps_codes_through_casts(host: Host, fmt: str, granul
     assert_sqnr(linear(x), twin(x), tolerances.AITK_FORWARD_FLOOR_DB[fmt])
 
 
-def test_quantizer_restores_what_the_hosts_own_save_keeps(host: Host) -> None:
+def test_quantizer_restores_what_the_hosts_own_save_keeps(host):
     _, twin = _converted(host, weight_format="e5m2", weight_granularity="per_row")
     x = torch.randn(3, 256, dtype=torch.bfloat16)
     expected = twin(x)
@@ -151,7 +149,7 @@ def test_quantizer_restores_what_the_hosts_own_save_keeps(host: Host) -> None:
     assert twin.coat_linear_config.weight_format == "e5m2"
 
 
-def test_other_qtypes_reach_the_host_untouched(host: Host) -> None:
+def test_other_qtypes_reach_the_host_untouched(host):
     host.start()
     get_qtype = host.load("toolkit.util.quantize").get_qtype
     assert [get_qtype(name).qtype for name in ("half", "coat_fp8")] == ["half", "coat_fp8"]
@@ -183,14 +181,14 @@ def _run_without_pip(root: Path, *kinds: str, **changes: Any) -> subprocess.Comp
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=120)
 
 
-def test_linked_folder_needs_no_pip(tmp_path: Path) -> None:
+def test_linked_folder_needs_no_pip(tmp_path):
     root = copy_checkout(tmp_path / "ait")
     (root / "extensions" / "coat_flux").symlink_to(PACKAGE, target_is_directory=True)
     done = _run_without_pip(root, "coat_flux_trainer", coat={"enabeld": True})  # our trainer's own error
     assert (done.returncode, "coat.enabeld: " in done.stderr) == (1, True), done.stderr
 
 
-def test_copied_folder_says_what_to_run_and_other_jobs_do_not_notice(tmp_path: Path) -> None:
+def test_copied_folder_says_what_to_run_and_other_jobs_do_not_notice(tmp_path):
     root = copy_checkout(tmp_path / "ait")
     shutil.copytree(PACKAGE, root / "extensions" / "coat_flux", ignore=shutil.ignore_patterns("__pycache__"))
     both = _run_without_pip(root, "sd_trainer", "coat_flux_trainer")
@@ -201,9 +199,7 @@ def test_copied_folder_says_what_to_run_and_other_jobs_do_not_notice(tmp_path: P
     assert f"{sys.executable} -m pip install --no-deps" in both.stderr
 
 
-def test_extension_that_cannot_start_is_left_out(
-    host: Host, monkeypatch: Patch, caplog: pytest.LogCaptureFixture, capsys: Printed
-) -> None:
+def test_extension_that_cannot_start_is_left_out(host, monkeypatch, caplog, capsys):
     monkeypatch.setitem(sys.modules, "coat_flux.trainers.ai_toolkit.extension", None)
     assert "coat_flux_trainer" not in host.start()
     assert "COAT-FLUX could not start and is left out" in caplog.text + "".join(capsys.readouterr())
@@ -241,7 +237,7 @@ def _spy(host: Host, monkeypatch: Patch) -> dict[str, Any]:
 
 
 @both_hosts
-def test_accumulated_gradients_are_scaled_as_ai_toolkit_does(host: Host, monkeypatch: Patch) -> None:
+def test_accumulated_gradients_are_scaled_as_ai_toolkit_does(host, monkeypatch):
     host.start()
     trainer = host.load("coat_flux.trainers.ai_toolkit.process").CoatFluxTrainer
     accumulate, scales = trainer._accumulate, set()
@@ -257,7 +253,7 @@ def test_accumulated_gradients_are_scaled_as_ai_toolkit_does(host: Host, monkeyp
 
 @both_hosts
 @pytest.mark.parametrize("at_load", [True, False])
-def test_job_trains_in_fp8(host: Host, monkeypatch: Patch, capsys: Printed, at_load: bool) -> None:
+def test_job_trains_in_fp8(host, monkeypatch, capsys, at_load):
     seen = _spy(host, monkeypatch)
     entry = {**COAT_ENTRY, "model": COAT_ENTRY["model"] if at_load else {}, "coat": {"memory": {"log_every": 2}}}
     began = time.monotonic()
@@ -287,13 +283,13 @@ def test_job_trains_in_fp8(host: Host, monkeypatch: Patch, capsys: Printed, at_l
     assert any("LoRA inputs in FP8: 4 shared with their base linear" in line for line in lines)
 
 
-def test_fp8_gemms_without_fp8_weights_still_get_adapters(host: Host, monkeypatch: Patch) -> None:
+def test_fp8_gemms_without_fp8_weights_still_get_adapters(host, monkeypatch):
     seen = _spy(host, monkeypatch)
     host.run(train=COAT_ENTRY["train"], coat={"weight": {"use_fp8": False}})
     assert (seen["converted"], len(seen["adapters"])) == (set(), 4)
 
 
-def test_disabled_is_the_hosts_own_run_which_is_the_same_without_the_extension(host: Host) -> None:
+def test_disabled_is_the_hosts_own_run_which_is_the_same_without_the_extension(host):
     host.run(**PLAIN, coat={"enabled": False})
     host.run("sd_trainer", training_folder=str(host.root / "beside"), **PLAIN)
     (host.root / "extensions" / "coat_flux").unlink()
@@ -307,9 +303,7 @@ def test_disabled_is_the_hosts_own_run_which_is_the_same_without_the_extension(h
     assert host.optimizer()["state"][1]["exp_avg"].dtype == torch.float32
 
 
-def test_config_of_a_job_does_not_reach_the_next_which_says_in_one_line_each_what_is_in_force(
-    host: Host, capsys: Printed
-) -> None:
+def test_config_of_a_job_does_not_reach_the_next_which_says_in_one_line_each_what_is_in_force(host, capsys):
     host.run(**COAT_ENTRY, coat={"optimizer": {"block_size": 32}})
     assert host.optimizer()["param_groups"][0]["fp8"]["block_size"] == 32
     assert "qtype coat_fp8: " not in capsys.readouterr().out  # a table says it
@@ -327,7 +321,7 @@ def test_config_of_a_job_does_not_reach_the_next_which_says_in_one_line_each_wha
 # -- the optimizer of a resume ---------------------------------------------------------------------------------------
 
 
-def test_failed_resume_ends_the_run(host: Host, monkeypatch: Patch, capsys: Printed) -> None:
+def test_failed_resume_ends_the_run(host, monkeypatch, capsys):
     from coat_core.optim import FP8AdamW
 
     def refuse(self: Any, state: Any) -> None:
@@ -354,7 +348,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_setting_is_refused_before_the_model_loads(host: Host, monkeypatch: Patch, name: str) -> None:
+def test_setting_is_refused_before_the_model_loads(host, monkeypatch, name):
     change, message = REFUSED[name]
     module = host.load("jobs.process.BaseSDTrainProcess")
     monkeypatch.setattr(module, "FluxTransformer2DModel", lambda: pytest.fail("the model was loaded"))
@@ -363,7 +357,7 @@ def test_setting_is_refused_before_the_model_loads(host: Host, monkeypatch: Patc
         host.run(**{**COAT_ENTRY, **change})
 
 
-def test_processes_that_do_not_know_of_each_other_are_refused(host: Host, monkeypatch: Patch) -> None:
+def test_processes_that_do_not_know_of_each_other_are_refused(host, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="ACCELERATE_USE_CPU"):
         host.run(**COAT_ENTRY)
@@ -385,14 +379,14 @@ def test_processes_that_do_not_know_of_each_other_are_refused(host: Host, monkey
         ("jobs/process/BaseSDTrainProcess.py", '("blocks",)', '("nothing",)', "only_if_contains"),
     ],
 )
-def test_what_the_host_passes_over_ends_the_run(host: Host, file: str, old: str, new: str, says: str) -> None:
+def test_what_the_host_passes_over_ends_the_run(host, file, old, new, says):
     host.edit(file, old, new)
     host.edit("jobs/process/BaseSDTrainProcess.py", "self.network.force_to(torch.float32)", "")
     with pytest.raises(RuntimeError, match=says):
         host.run(**COAT_ENTRY)
 
 
-def test_surprises_are_printed(host: Host, capsys: Printed) -> None:
+def test_surprises_are_printed(host, capsys):
     host.edit("version.py", VERSION, "0.13.0")
     host.run(train={"optimizer": "adamw", "lr": 0.1})
     notes = "\n".join(line for line in capsys.readouterr().out.splitlines() if line.startswith("[coat] note: "))
@@ -456,7 +450,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_host_that_does_not_fit(host: Host, name: str) -> None:
+def test_host_that_does_not_fit(host, name):
     file, old, new, piece = BROKEN[name]
     host.edit(file, old, new)
     average = {"ema_config": {"use_ema": True, "ema_decay": 0.9}}
@@ -467,7 +461,7 @@ def test_host_that_does_not_fit(host: Host, name: str) -> None:
     assert len(host.run("sd_trainer", **PLAIN).losses) == 3
 
 
-def test_host_without_a_trainer_to_extend(host: Host, monkeypatch: Patch) -> None:
+def test_host_without_a_trainer_to_extend(host, monkeypatch):
     host.start()
     for name in ("DiffusionTrainer", "SDTrainer"):
         monkeypatch.setitem(sys.modules, f"extensions_built_in.sd_trainer.{name}", None)

@@ -5,8 +5,6 @@ Jobs of ai-toolkit's `sd_trainer` run through its run.py. An extension that the 
 photos, mirrored or not, and the same chance of a blur.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,9 +123,7 @@ def key_of(path: str | Path, flip: bool) -> tuple[str, str, bool]:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", MASKED_LOSS_FP32), ("bf16", MASKED_LOSS_BF16)])
-def test_the_same_batches_have_ai_toolkits_losses(
-    checkout: Checkout, datasets: list[dict[str, Any]], dtype: str, tolerance: float
-) -> None:
+def test_the_same_batches_have_ai_toolkits_losses(checkout, datasets, dtype, tolerance):
     recorder = checkout.root / "extensions" / "recorder"
     recorder.mkdir(exist_ok=True)
     (recorder / "__init__.py").write_text(RECORDER, encoding="utf-8")

@@ -3,8 +3,6 @@
 Tiny models with random weights that ai-toolkit's own loaders read; tests/helpers/aitk_folders.py has the substitutes.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -58,7 +56,7 @@ def entry_of(arch: str, qtype: str, steps: int = STEPS, **changes: Any) -> dict[
     return make_real_entry(settings | changes, steps=steps)
 
 
-def test_streamed_weights_change_no_bit(checkout: Checkout) -> None:
+def test_streamed_weights_change_no_bit(checkout):
     """`coat.memory.stream_blocks`: quantized at load or after it, all or as memory needs it; and resumed."""
 
     def streamed(stream: Any, at_load: bool = True, steps: int = STEPS) -> dict[str, Any]:
@@ -78,7 +76,7 @@ def test_streamed_weights_change_no_bit(checkout: Checkout) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_jobs_run_to_their_loras_and_resumed_ones_end_with_the_same(checkout: Checkout, arch: str) -> None:
+def test_jobs_run_to_their_loras_and_resumed_ones_end_with_the_same(checkout, arch):
     jobs = []
     for qtype in BASES:
         jobs.append((f"{arch}_{qtype}", entry_of(arch, qtype)))
@@ -123,7 +121,7 @@ def assert_a_killed_run_ends_as_the_whole(checkout: Checkout, name: str, entry: 
 
 
 @pytest.mark.parametrize("arch", ["flux", "krea2"])
-def test_a_killed_lokr_ends_as_the_one_that_was_not(checkout: Checkout, arch: str) -> None:
+def test_a_killed_lokr_ends_as_the_one_that_was_not(checkout, arch):
     """Full rank, in the fused flow; lycoris-lora reads its file."""
     network = {"type": "lokr", "lokr_factor": 8}
     settings = {"network": network, "save.dtype": "bf16", "train.disable_sampling": True}
@@ -138,7 +136,7 @@ def test_a_killed_lokr_ends_as_the_one_that_was_not(checkout: Checkout, arch: st
 
 
 @pytest.mark.parametrize("arch", ["flux", "zimage"])
-def test_with_an_assistant_adapter_as_distilled_models_have(checkout: Checkout, arch: str) -> None:
+def test_with_an_assistant_adapter_as_distilled_models_have(checkout, arch):
     """It is in the base while training, not while sampling, and never in the saved file."""
     plain, assistant = f"{arch}_plain", f"models/{arch}_assistant.safetensors"
     checkout.run(plain, entry_of(arch, "coat_fp8", 1, **{"train.disable_sampling": True}))
@@ -230,7 +228,7 @@ def printed(checkout: Checkout) -> str:
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
-def test_a_combination_runs(name: str, checkout: Checkout, printed: str) -> None:
+def test_a_combination_runs(name, checkout, printed):
     _, flow, words = COMBINATIONS[name]
     job = job_name(name)
     of_job = printed.partition(f"# Running job: {job}\n")[2].partition("# Running job: ")[0]

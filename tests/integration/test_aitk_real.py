@@ -5,8 +5,6 @@ docs/ai-toolkit.md says how to make both on a machine without a GPU. The checkou
 in a temporary folder of links to it.
 """
 
-from __future__ import annotations
-
 import signal
 import sqlite3
 import threading
@@ -34,7 +32,7 @@ def first_run(checkout: Checkout) -> str:
     return checkout.run("coat_job", make_real_entry())
 
 
-def test_job_runs_from_start_to_lora_and_samples(checkout: Checkout, first_run: str) -> None:
+def test_job_runs_from_start_to_lora_and_samples(checkout, first_run):
     lora = checkout.lora("coat_job")
     assert len(lora) == 2 * LINEARS
     assert all(key.startswith("transformer.") and key.endswith((".lora_A.weight", ".lora_B.weight")) for key in lora)
@@ -55,7 +53,7 @@ def test_job_runs_from_start_to_lora_and_samples(checkout: Checkout, first_run: 
     assert "Allocated: " not in first_run
 
 
-def test_saved_lora_loads_in_diffusers(checkout: Checkout, first_run: str) -> None:
+def test_saved_lora_loads_in_diffusers(checkout, first_run):
     from diffusers import FluxTransformer2DModel
 
     model = FluxTransformer2DModel.from_pretrained(checkout.root / "models" / "coat_mini_flux", subfolder="transformer")
@@ -64,7 +62,7 @@ def test_saved_lora_loads_in_diffusers(checkout: Checkout, first_run: str) -> No
     assert len(loaded) == LINEARS
 
 
-def test_names_work_in_a_job_of_ai_toolkits_own_type(checkout: Checkout) -> None:
+def test_names_work_in_a_job_of_ai_toolkits_own_type(checkout):
     params = {"weight_decay": 1e-4, "m2_format": "e5m2", "block_size": 64}
     entry = make_real_entry({"coat": ..., "type": "sd_trainer"}, optimizer_params=params)
     out = checkout.run("own_type", entry)
@@ -78,7 +76,7 @@ def test_names_work_in_a_job_of_ai_toolkits_own_type(checkout: Checkout) -> None
     assert any(value.any() for key, value in checkout.lora("own_type").items() if ".lora_B." in key)
 
 
-def test_a_rate_too_high_ends_the_job_and_the_good_state_is_kept(checkout: Checkout) -> None:
+def test_a_rate_too_high_ends_the_job_and_the_good_state_is_kept(checkout):
     good = make_real_entry({"save.save_every": 6}, lr_scheduler="constant", disable_sampling=True, steps=18)
     checkout.run("ruined", good)
     for name, train in (("ruined", {"lr": 0.3, "steps": 36}), ("ruined_at_once", {"lr": 5e-2, "steps": 12})):
@@ -96,7 +94,7 @@ def plain_entry(kind: str, **changes: Any) -> dict[str, Any]:
     return make_real_entry({**plain, "datasets.0.cache_latents_to_disk": False}, optimizer="adamw")
 
 
-def test_plain_job_beside_it_is_untouched(checkout: Checkout) -> None:
+def test_plain_job_beside_it_is_untouched(checkout):
     checkout.run("beside", plain_entry("sd_trainer"))
     (checkout.root / EXTENSION).unlink()
     try:
@@ -106,7 +104,7 @@ def test_plain_job_beside_it_is_untouched(checkout: Checkout) -> None:
     checkout.assert_same_lora("beside", "without")
 
 
-def test_disabled_is_ai_toolkits_own_run(checkout: Checkout) -> None:
+def test_disabled_is_ai_toolkits_own_run(checkout):
     checkout.run("own", plain_entry("diffusion_trainer"))
     checkout.run("disabled", plain_entry("coat_flux_trainer", coat={"enabled": False}))
     checkout.assert_same_lora("own", "disabled")
@@ -121,7 +119,7 @@ FLOWS = {
 }
 
 
-def test_flows_and_recomputation_from_the_yaml_alone(checkout: Checkout, first_run: str) -> None:
+def test_flows_and_recomputation_from_the_yaml_alone(checkout, first_run):
     """After `first_run`, whose caching of latents draws random numbers, all runs see the same noise."""
     directions = {}
     for name, (activation, checkpointing, got) in FLOWS.items():
@@ -136,7 +134,7 @@ def test_flows_and_recomputation_from_the_yaml_alone(checkout: Checkout, first_r
         assert similarity >= FLOW_DIRECTION_COSINE, f"{name}: {similarity:.4f}"
 
 
-def test_every_block_is_fused_with_several_images(checkout: Checkout) -> None:
+def test_every_block_is_fused_with_several_images(checkout):
     """ai-toolkit gives the network a multiplier for each image then."""
     changes = {"coat.memory": {"checkpointing": "none"}}
     out = checkout.run("batch", make_real_entry(changes, steps=2, batch_size=2, disable_sampling=True))
@@ -168,7 +166,7 @@ def whole(checkout: Checkout) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("moment", ["Saving at step 6", "[after_backward] Step 6", "[coat] step 4: 2 held-out photos"])
-def test_a_killed_run_ends_as_the_one_that_was_not(checkout: Checkout, whole: dict[str, Any], moment: str) -> None:
+def test_a_killed_run_ends_as_the_one_that_was_not(checkout, whole, moment):
     name = f"killed_{len(moment)}"
     code, _ = checkout.start(name, whole, at=moment, send=signal.SIGKILL)
     assert code == -signal.SIGKILL
@@ -262,7 +260,7 @@ def run_from_ui(checkout: Checkout, name: str, stop: str = "") -> tuple[int, str
     return code, out, row
 
 
-def test_a_job_stopped_at_every_moment_of_a_step_ends_as_the_one_that_was_not(checkout: Checkout) -> None:
+def test_a_job_stopped_at_every_moment_of_a_step_ends_as_the_one_that_was_not(checkout):
     (checkout.root / "extensions" / "stopper.py").write_text(STOPPER)
     code, out, row = run_from_ui(checkout, "never_stopped")
     assert (code, row["status"]) == (0, "completed"), out[-4000:]
@@ -304,7 +302,7 @@ def when_at(checkout: Checkout, name: str, step: int, *commands: str) -> None:
         give_command(run, command)
 
 
-def test_held_out_photos_and_the_live_page(checkout: Checkout) -> None:
+def test_held_out_photos_and_the_live_page(checkout):
     said = checkout.run("seldom", held_out_entry(1000))
     assert f"2 photos are held out of training: {', '.join(OUT)}" in said
     assert "Found 14 images" in said

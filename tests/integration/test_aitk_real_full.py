@@ -1,7 +1,5 @@
 """Full fine-tuning in a real ai-toolkit checkout, on a CPU; see test_aitk_real.py."""
 
-from __future__ import annotations
-
 import json
 import math
 import signal
@@ -77,7 +75,7 @@ def _records(checkout: Checkout, name: str) -> dict[str, Any]:
     return json.loads((max((checkout.folder(name) / "coat").glob("state-*")) / "aitk" / "state.json").read_text())
 
 
-def test_every_weight_is_trained_and_the_save_is_ai_toolkits_and_loads_with_diffusers(checkout: Checkout) -> None:
+def test_every_weight_is_trained_and_the_save_is_ai_toolkits_and_loads_with_diffusers(checkout):
     saved, start = _saved(checkout, WHOLE), _original(checkout)
     assert saved.keys() == start.keys()
     assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
@@ -100,7 +98,7 @@ def test_every_weight_is_trained_and_the_save_is_ai_toolkits_and_loads_with_diff
     assert not (state / "aitk" / "lora.safetensors").exists()  # nothing is kept twice
 
 
-def test_killed_run_ends_as_the_one_that_was_not(checkout: Checkout) -> None:
+def test_killed_run_ends_as_the_one_that_was_not(checkout):
     code, _ = checkout.start("killed", _entry(), at="[after_backward] Step 4", send=signal.SIGKILL)
     assert code == -signal.SIGKILL
     assert "[coat] resume: continues after step 3," in checkout.run("killed", _entry())
@@ -108,7 +106,7 @@ def test_killed_run_ends_as_the_one_that_was_not(checkout: Checkout) -> None:
     assert _records(checkout, "killed") == _records(checkout, WHOLE)
 
 
-def test_updates_in_backward_are_the_separate_step_to_the_bit(checkout: Checkout) -> None:
+def test_updates_in_backward_are_the_separate_step_to_the_bit(checkout):
     code, out = checkout.start("fused", _entry(fused_backward=True), at="[after_backward] Step 4", send=signal.SIGINT)
     assert code == 130, out[-4000:]
     assert "[coat] stopped after 4 steps, saved in" in out
@@ -119,7 +117,7 @@ def test_updates_in_backward_are_the_separate_step_to_the_bit(checkout: Checkout
     assert checkout.column("fused", "loss") == checkout.column(WHOLE, "loss")
 
 
-def test_the_shipped_config_runs_with_captions_encoded_once(checkout: Checkout) -> None:
+def test_the_shipped_config_runs_with_captions_encoded_once(checkout):
     entry = load_job_yaml(REPOSITORY / "configs" / "flux_full_80gb.yaml")["config"]["process"][0]
     small = {"width": 64, "height": 64, "sample_steps": 1, "sample_every": 2}
     entry |= {"device": "cpu", "sample": entry["sample"] | small, "training_seed": 42}
@@ -135,7 +133,7 @@ def test_the_shipped_config_runs_with_captions_encoded_once(checkout: Checkout) 
     assert sorted(path.name for path in checkout.folder("shipped").glob("shipped*")) == ["shipped", "shipped_000000002"]
 
 
-def test_ai_toolkit_itself_goes_on_from_the_save(checkout: Checkout) -> None:
+def test_ai_toolkit_itself_goes_on_from_the_save(checkout):
     plain = _entry()
     del plain["coat"], plain["validation"]
     checkout.run("handed_on", _entry(steps=2))
@@ -149,7 +147,7 @@ def test_ai_toolkit_itself_goes_on_from_the_save(checkout: Checkout) -> None:
     assert "handed_on: is not a save of this trainer" in out
 
 
-def test_what_cannot_be_gone_on_with_is_refused_before_the_model_is_loaded(checkout: Checkout) -> None:
+def test_what_cannot_be_gone_on_with_is_refused_before_the_model_is_loaded(checkout):
     lora = make_real_entry()
     code, out = checkout.start(WHOLE, lora)
     assert code == 1

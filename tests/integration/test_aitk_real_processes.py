@@ -1,7 +1,5 @@
 """Several processes in a real ai-toolkit checkout, on a CPU (gloo): see test_aitk_real.py."""
 
-from __future__ import annotations
-
 import re
 import signal
 from typing import Any
@@ -37,7 +35,7 @@ def assert_same(checkout: Checkout, name: str, other: str) -> None:
 
 
 @pytest.mark.parametrize("processes", [2, 3])
-def test_processes_train_as_one_with_accumulation(checkout: Checkout, processes: int) -> None:
+def test_processes_train_as_one_with_accumulation(checkout, processes):
     several, alone = f"p{processes}", f"accumulation_{processes}"
     out = checkout.run(several, entry_of(1), processes=processes)
     assert out.count("[coat] done: 4 steps") == 1
@@ -48,7 +46,7 @@ def test_processes_train_as_one_with_accumulation(checkout: Checkout, processes:
     assert drawn == [(f"{step:09}", str(prompt)) for step in (0, 3, 4) for prompt in range(3)]
 
 
-def test_a_run_of_two_is_resumed_by_one_and_by_three(checkout: Checkout) -> None:
+def test_a_run_of_two_is_resumed_by_one_and_by_three(checkout):
     allowed = {"coat.resume.allow": ["world_size"]}
     for name, processes, accumulation in (("by_one", 1, 2), ("by_three", 3, 1)):
         checkout.run(name, entry_of(1), processes=2)
@@ -58,7 +56,7 @@ def test_a_run_of_two_is_resumed_by_one_and_by_three(checkout: Checkout) -> None
     assert_same(checkout, "by_one", "never_stopped")
 
 
-def test_a_stop_of_one_process_ends_all_after_one_save(checkout: Checkout) -> None:
+def test_a_stop_of_one_process_ends_all_after_one_save(checkout):
     code, out = checkout.start(
         "stopped", entry_of(1, steps=50), at="[after_backward] Step 3", send=signal.SIGINT, processes=2
     )
@@ -68,7 +66,7 @@ def test_a_stop_of_one_process_ends_all_after_one_save(checkout: Checkout) -> No
     assert "[rank" not in out  # with which torch marks a traceback of one of them; the launcher has its own
 
 
-def test_a_killed_process_ends_all_with_one_message(checkout: Checkout) -> None:
+def test_a_killed_process_ends_all_with_one_message(checkout):
     code, out = checkout.start(
         "killed", entry_of(1, steps=50), at="[after_backward] Step 6", send=kill_second, processes=2
     )

@@ -1,7 +1,5 @@
 """Nothing fails late, silently or halfway inside ai-toolkit: in the stand-in, whole jobs."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -104,9 +102,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_run_that_was_cut_ends_as_the_one_that_was_not(
-    host: Host, monkeypatch: Patch, capsys: Printed, whole: Path, workers: int
-) -> None:
+def test_run_that_was_cut_ends_as_the_one_that_was_not(host, monkeypatch, capsys, whole, workers):
     datasets = [{**make_entry(host.root, "any")["datasets"][0], "num_workers": workers}]
     with monkeypatch.context() as patch:
         _at_step(host, patch, 6, _fail)
@@ -119,7 +115,7 @@ def test_run_that_was_cut_ends_as_the_one_that_was_not(
 
 
 @pytest.mark.parametrize("host", [NEWER_VERSION], indirect=True)
-def test_so_does_one_in_an_ai_toolkit_of_the_newer_interface(host: Host, monkeypatch: Patch) -> None:
+def test_so_does_one_in_an_ai_toolkit_of_the_newer_interface(host, monkeypatch):
     host.run(**_entry(), training_folder=str(host.root / "whole"))
     with monkeypatch.context() as patch:
         _at_step(host, patch, 6, _fail)
@@ -129,7 +125,7 @@ def test_so_does_one_in_an_ai_toolkit_of_the_newer_interface(host: Host, monkeyp
     assert_same_end(host.root / "whole" / "standin_job", host.save_folder)
 
 
-def test_without_a_seed_the_batches_are_the_same_after_a_resume(host: Host, capsys: Printed) -> None:
+def test_without_a_seed_the_batches_are_the_same_after_a_resume(host, capsys):
     seeds = []
     for steps in (2, 3):
         host.run(**_entry(steps=steps), training_seed=None)
@@ -140,9 +136,7 @@ def test_without_a_seed_the_batches_are_the_same_after_a_resume(host: Host, caps
 
 
 @pytest.mark.parametrize(("ms", "taken"), [(1.0, "int8"), (3.0, "e4m3")])
-def test_auto_times_once_and_a_resumed_run_keeps_its_format(
-    ms: float, taken: str, host: Host, monkeypatch: Patch, capsys: Printed
-) -> None:
+def test_auto_times_once_and_a_resumed_run_keeps_its_format(ms, taken, host, monkeypatch, capsys):
     monkeypatch.setattr(formats, "DEVICE", "cpu")
     monkeypatch.setenv("XDG_CACHE_HOME", str(host.root / "cache"))
     clock, found = FormatClock(monkeypatch, int8=ms), []
@@ -158,14 +152,14 @@ def test_auto_times_once_and_a_resumed_run_keeps_its_format(
     assert found == [(taken, times, True), (taken, times, False)]
 
 
-def test_folder_in_which_another_process_trains_is_left_alone(host: Host) -> None:
+def test_folder_in_which_another_process_trains_is_left_alone(host):
     host.start()
     with held_by_another_process(host.save_folder), pytest.raises(ResumeError, match="another process"):
         host.run(**_entry())
     assert not list(host.save_folder.glob("*.safetensors"))
 
 
-def test_another_run_is_not_resumed_and_changed_options_count_and_are_said(host: Host, capsys: Printed) -> None:
+def test_another_run_is_not_resumed_and_changed_options_count_and_are_said(host, capsys):
     host.run(**_entry(steps=2))
     for change, message in (
         ({"network": {"type": "lora", "linear": 8}}, r"network\.linear 4 -> 8"),
@@ -189,9 +183,7 @@ def test_another_run_is_not_resumed_and_changed_options_count_and_are_said(host:
         host.run(**_entry(steps=6))
 
 
-def test_an_optimizer_that_cannot_read_8_bit_moments_is_refused_before_the_model_loads(
-    host: Host, monkeypatch: Patch
-) -> None:
+def test_an_optimizer_that_cannot_read_8_bit_moments_is_refused_before_the_model_loads(host, monkeypatch):
     host.run(**_entry(steps=2))
     before, other = _files(host.save_folder), {**_entry(steps=4, optimizer="AdamW"), "model": {"quantize": False}}
     module = host.load("jobs.process.BaseSDTrainProcess")
@@ -210,7 +202,7 @@ def test_an_optimizer_that_cannot_read_8_bit_moments_is_refused_before_the_model
         host.run("coat_flux_trainer", **_entry(steps=6, optimizer="adam"))
 
 
-def test_average_that_is_new_begins_with_the_raw_lora(host: Host) -> None:
+def test_average_that_is_new_begins_with_the_raw_lora(host):
     host.run(**_entry(steps=2, ema_config={}))
     raw = load_file(_state(host) / "aitk" / "lora.safetensors")
     host.run(**_entry(steps=2))  # no step is left: both are as they were resumed
@@ -221,7 +213,7 @@ def test_average_that_is_new_begins_with_the_raw_lora(host: Host) -> None:
         assert_bitwise(averages[str(index)], raw[name])
 
 
-def test_save_of_another_program_is_gone_on_from_as_it_is(host: Host, capsys: Printed) -> None:
+def test_save_of_another_program_is_gone_on_from_as_it_is(host, capsys):
     host.run(**_entry(steps=2))
     host.run("sd_trainer", **_entry(steps=4))
     host.run(**_entry(steps=6))
@@ -232,9 +224,7 @@ def test_save_of_another_program_is_gone_on_from_as_it_is(host: Host, capsys: Pr
 @pytest.mark.parametrize(
     ("further", "step"), [({"lr": 1e4}, 4), ({"lr": 0.3, "steps": 20}, 6)], ids=["not finite", "high losses"]
 )
-def test_a_diverged_run_goes_back_by_the_command_it_prints_and_ends_as_the_good_one(
-    host: Host, capsys: Printed, whole: Path, further: dict[str, Any], step: int
-) -> None:
+def test_a_diverged_run_goes_back_by_the_command_it_prints_and_ends_as_the_good_one(host, capsys, whole, further, step):
     from coat_flux.cli.entry import main
 
     host.run(**_entry(steps=6))
@@ -249,7 +239,7 @@ def test_a_diverged_run_goes_back_by_the_command_it_prints_and_ends_as_the_good_
     assert_same_end(whole, host.save_folder)
 
 
-def test_a_damaged_byte_falls_back_to_the_older_state(host: Host, capsys: Printed, whole: Path) -> None:
+def test_a_damaged_byte_falls_back_to_the_older_state(host, capsys, whole):
     host.run(**_entry(steps=6))
     file = _state(host) / "aitk" / "rng.safetensors"
     damaged = bytearray(file.read_bytes())
@@ -319,9 +309,7 @@ def run_stopped(host: Host, moment: str, at: int = AT) -> Any:
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_job_stopped_at_any_moment_of_a_step_ends_as_the_one_that_was_not(
-    host: Host, capsys: Printed, whole: Path, moment: str
-) -> None:
+def test_a_job_stopped_at_any_moment_of_a_step_ends_as_the_one_that_was_not(host, capsys, whole, moment):
     before = signal.getsignal(signal.SIGTERM)
     is_queued = MOMENTS[moment][-1] == "return_to_queue"
     assert run_stopped(host, moment).status == ("queued" if is_queued else "stopped")
@@ -331,7 +319,7 @@ def test_a_job_stopped_at_any_moment_of_a_step_ends_as_the_one_that_was_not(
     assert_same_end(whole, host.save_folder)
 
 
-def test_a_stop_while_the_samples_before_training_are_made(host: Host, capsys: Printed, whole: Path) -> None:
+def test_a_stop_while_the_samples_before_training_are_made(host, capsys, whole):
     run_stopped(host, "while sampling", at=0)
     assert "[coat] stopped before the first step" in capsys.readouterr().out
     assert not list(host.save_folder.glob("*.safetensors"))
@@ -342,7 +330,7 @@ def test_a_stop_while_the_samples_before_training_are_made(host: Host, capsys: P
 # -- saves -----------------------------------------------------------------------------------------------------------
 
 
-def test_save_that_fails_leaves_the_one_before(host: Host, monkeypatch: Patch) -> None:
+def test_save_that_fails_leaves_the_one_before(host, monkeypatch):
     write, calls = torch.save, []
 
     def disk_is_full(*args: Any, **kwargs: Any) -> None:
@@ -362,9 +350,7 @@ def test_save_that_fails_leaves_the_one_before(host: Host, monkeypatch: Patch) -
         assert (host.save_folder / name).read_bytes() == (_state(host) / name).read_bytes()
 
 
-def test_a_disk_without_room_for_a_save_ends_the_run_before_its_first_step(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_room_for_a_save_ends_the_run_before_its_first_step(host, monkeypatch):
     usage = type(shutil.disk_usage("."))(0, 0, 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
     with pytest.raises(SaveError, match=r"one save takes .* are free"):
@@ -372,7 +358,7 @@ def test_a_disk_without_room_for_a_save_ends_the_run_before_its_first_step(
     assert not list(host.save_folder.glob("*.safetensors"))
 
 
-def test_old_saves_are_cleaned_up_and_the_newest_is_found(host: Host, capsys: Printed) -> None:
+def test_old_saves_are_cleaned_up_and_the_newest_is_found(host, capsys):
     host.run(**_entry())
     names = ["standin_job.safetensors", "standin_job_000000006.safetensors"]
     assert sorted(path.name for path in host.save_folder.glob("*.safetensors")) == names
@@ -391,7 +377,7 @@ def test_old_saves_are_cleaned_up_and_the_newest_is_found(host: Host, capsys: Pr
 # -- guard and memory ------------------------------------------------------------------------------------------------
 
 
-def test_one_nan_is_skipped_and_counted(host: Host, monkeypatch: Patch, capsys: Printed) -> None:
+def test_one_nan_is_skipped_and_counted(host, monkeypatch, capsys):
     _at_step(host, monkeypatch, 2, lambda loss: loss * torch.nan)
     host.run(**_entry())
     out = capsys.readouterr().out
@@ -400,7 +386,7 @@ def test_one_nan_is_skipped_and_counted(host: Host, monkeypatch: Patch, capsys: 
     assert _updates(host) == {STEPS - 1.0}
 
 
-def test_nan_for_good_ends_the_run_and_keeps_the_last_save(host: Host, monkeypatch: Patch) -> None:
+def test_nan_for_good_ends_the_run_and_keeps_the_last_save(host, monkeypatch):
     set_limits(monkeypatch, nonfinite_steps=2)
     host.run(**_entry(steps=2))
     before = _files(_state(host))
@@ -410,7 +396,7 @@ def test_nan_for_good_ends_the_run_and_keeps_the_last_save(host: Host, monkeypat
     assert _files(_state(host)) == before
 
 
-def test_lora_that_never_moves_is_not_saved_as_the_result(host: Host, monkeypatch: Patch) -> None:
+def test_lora_that_never_moves_is_not_saved_as_the_result(host, monkeypatch):
     _always(host, monkeypatch, 1e-38)
     with pytest.raises(DeadRunError):
         host.run(**_entry(lr=1e-30, steps=3))
@@ -418,9 +404,7 @@ def test_lora_that_never_moves_is_not_saved_as_the_result(host: Host, monkeypatc
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "auto"])
-def test_out_of_memory_is_tried_again_with_more_recomputation_or_ends_the_run(
-    host: Host, monkeypatch: Patch, capsys: Printed, checkpointing: str
-) -> None:
+def test_out_of_memory_is_tried_again_with_more_recomputation_or_ends_the_run(host, monkeypatch, capsys, checkpointing):
     def too_large(loss: torch.Tensor) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
@@ -443,7 +427,7 @@ def test_out_of_memory_is_tried_again_with_more_recomputation_or_ends_the_run(
 # -- photos ----------------------------------------------------------------------------------------------------------
 
 
-def test_misread_photos_are_read_from_copies_and_others_end_the_run(host: Host, monkeypatch: Patch) -> None:
+def test_misread_photos_are_read_from_copies_and_others_end_the_run(host, monkeypatch):
     folder = Path(make_entry(host.root, "any")["datasets"][0]["folder_path"])
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by 90 degrees
@@ -464,9 +448,7 @@ def test_misread_photos_are_read_from_copies_and_others_end_the_run(host: Host, 
         host.run(**_entry())
 
 
-def test_photos_held_out_are_in_no_data_set_and_measured_when_due(
-    host: Host, monkeypatch: Patch, capsys: Printed
-) -> None:
+def test_photos_held_out_are_in_no_data_set_and_measured_when_due(host, monkeypatch, capsys):
     measured: list[int] = []
 
     def measure(photos: Any, done: int) -> float:
@@ -491,9 +473,7 @@ def test_photos_held_out_are_in_no_data_set_and_measured_when_due(
         host.run(**_entry(steps=9))
 
 
-def test_videos_beside_a_photo_that_is_corrected_are_trained_on_and_never_held_out(
-    host: Host, capsys: Printed, monkeypatch: Patch
-) -> None:
+def test_videos_beside_a_photo_that_is_corrected_are_trained_on_and_never_held_out(host, capsys, monkeypatch):
     folder, photo = host.root / "clips", Image.new("RGBA", (64, 64), (10, 20, 30, 99))
     folder.mkdir()
     for name in ("one", "two"):
@@ -515,7 +495,7 @@ def test_videos_beside_a_photo_that_is_corrected_are_trained_on_and_never_held_o
     assert [len([*trained.rglob("*.mp4")]), len([*held_out.rglob("*.mp4")])] == [2, 0]
 
 
-def test_a_list_may_be_the_only_data_set_and_is_compared_at_a_resume(host: Host) -> None:
+def test_a_list_may_be_the_only_data_set_and_is_compared_at_a_resume(host):
     make_entry(host.root, "")
     paths = {str(path): {"caption": "sks"} for path in sorted((host.root / "photos").glob("*.png"))}
     listed = host.root / "list.json"
@@ -530,9 +510,7 @@ def test_a_list_may_be_the_only_data_set_and_is_compared_at_a_resume(host: Host)
 # -- the live page ---------------------------------------------------------------------------------------------------
 
 
-def test_the_live_page_samples_saves_and_stops_between_steps(
-    host: Host, monkeypatch: Patch, capsys: Printed, whole: Path
-) -> None:
+def test_the_live_page_samples_saves_and_stops_between_steps(host, monkeypatch, capsys, whole):
     prompts = {"sample": {"sampler": "flowmatch", "prompts": ["a sks shirt"], "sample_every": 100}}
 
     def press(*names: str) -> None:

@@ -1,11 +1,8 @@
 """apply_coat on the real FLUX (embedded tiny geometry); attach_lora shares one FP8 x per tensor."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,7 +42,7 @@ def linears(model: nn.Module) -> dict[str, nn.Linear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
-def test_which_linears_are_converted() -> None:
+def test_which_linears_are_converted():
     model = tiny_flux()
     report = apply_coat(model, config())
     found = linears(model)
@@ -60,7 +57,7 @@ def test_which_linears_are_converted() -> None:
     assert model.dtype == torch.bfloat16
 
 
-def test_disabled_is_a_bit_exact_no_op() -> None:
+def test_disabled_is_a_bit_exact_no_op():
     plain, model = tiny_flux(), tiny_flux()
     report = apply_coat(model, COATConfig.from_dict({"enabled": False, "activation": {"include": ["nothing.*"]}}))
     assert (report.converted, report.skipped) == ({}, {})
@@ -74,7 +71,7 @@ def test_disabled_is_a_bit_exact_no_op() -> None:
     assert_all_bitwise(gradients, expected)
 
 
-def test_a_second_application_reconfigures_but_never_misreads_codes() -> None:
+def test_a_second_application_reconfigures_but_never_misreads_codes():
     model = tiny_flux()
     apply_coat(model, config())
     codes = model.transformer_blocks[0].attn.to_q.weight_codes.clone()
@@ -85,7 +82,7 @@ def test_a_second_application_reconfigures_but_never_misreads_codes() -> None:
         apply_coat(model, config(weight={"format": "e5m2"}, activation={"grad_format": "e4m3"}))
 
 
-def test_a_model_with_codes_is_not_saved_before_it_is_restored(tmp_path: Path) -> None:
+def test_a_model_with_codes_is_not_saved_before_it_is_restored(tmp_path):
     model = tiny_flux()
     apply_coat(model, config())
     assert model.num_parameters() == tiny_flux().num_parameters()
@@ -100,7 +97,7 @@ def test_a_model_with_codes_is_not_saved_before_it_is_restored(tmp_path: Path) -
     again.save_pretrained(tmp_path)  # weights in high precision
 
 
-def test_a_model_that_has_its_lora_already_is_refused() -> None:
+def test_a_model_that_has_its_lora_already_is_refused():
     model = tiny_flux()
     tiny_lora(model, COATConfig.from_dict({"enabled": False}))
     with pytest.raises(ValueError, match=r"already has an adapter; call apply_coat before adding the LoRA"):
@@ -112,7 +109,7 @@ class Odd(nn.Linear):
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(24, 24), Odd(64, 64)], ids=["size", "subclass"])
-def test_fallback_for_a_layer(layer: nn.Linear, caplog: pytest.LogCaptureFixture) -> None:
+def test_fallback_for_a_layer(layer, caplog):
     model = tiny_flux()
     model.transformer_blocks[0].attn.extra = layer
     with pytest.raises(RuntimeError, match=r"fallback='error': 1 layers cannot be FP8 \(first transformer_b.*extra"):
@@ -124,7 +121,7 @@ def test_fallback_for_a_layer(layer: nn.Linear, caplog: pytest.LogCaptureFixture
     assert "1 layers stay in high precision: fallback: " in caplog.text
 
 
-def test_fallback_for_a_device(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_fallback_for_a_device(monkeypatch, caplog):
     monkeypatch.setattr("coat_core.linear.function.unsupported_reason", lambda *_: "cuda: compute capability 8.0")
     with pytest.raises(RuntimeError, match=r"34 layers .*compute capability 8.0.*set coat.fallback: bf16"):
         apply_coat(tiny_flux(), config(fallback="error"))
@@ -135,7 +132,7 @@ def test_fallback_for_a_device(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     assert predict(model).isfinite().all()
 
 
-def test_without_fp8_products_all_is_int8(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_fp8_products_all_is_int8(monkeypatch, caplog):
     """`fallback: int8` is the run that asks for INT8, to the bit, and the table at the start says why."""
     int8 = {"weight": {"format": "int8"}, "activation": {"format": "int8"}}
     expected = predict(coat_flux_model({"memory": KEEP, **int8})[0])
@@ -170,7 +167,7 @@ def in_bf16() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     ],
     ids=str,
 )
-def test_a_training_step_stays_near_bf16(block: dict[str, Any], in_bf16: Any) -> None:
+def test_a_training_step_stays_near_bf16(block, in_bf16):
     model, _, _ = coat_flux_model(block)
     (expected_output, expected), (output, gradients) = in_bf16, step_of(model)
     assert_sqnr(expected_output, output, FLUX_OUTPUT_FLOOR_DB)
@@ -180,7 +177,7 @@ def test_a_training_step_stays_near_bf16(block: dict[str, Any], in_bf16: Any) ->
     assert sum(similarity.values()) / 80 > FLUX_GRADIENT_COSINE_MEAN
 
 
-def test_autocast_training_step(in_bf16: Any) -> None:
+def test_autocast_training_step(in_bf16):
     """ACCELERATE_MIXED_PRECISION=bf16 in ai-toolkit: fp32 model under autocast."""
     model, _, _ = coat_flux_model({"memory": KEEP}, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -191,7 +188,7 @@ def test_autocast_training_step(in_bf16: Any) -> None:
     assert sum(similarity) / 80 > FLUX_GRADIENT_COSINE_MEAN
 
 
-def test_inference_after_training_is_unpacked_and_deterministic() -> None:
+def test_inference_after_training_is_unpacked_and_deterministic():
     model, _, _ = coat_flux_model()
     lora_gradients(model)
     with torch.no_grad():
@@ -206,7 +203,7 @@ def live_objects(*names: str) -> int:
 
 
 @pytest.mark.parametrize("mode", ["none", "all"])
-def test_a_forward_pass_without_backward_leaves_nothing(mode: str) -> None:
+def test_a_forward_pass_without_backward_leaves_nothing(mode):
     model, _, _ = coat_flux_model({"memory": {"checkpointing": mode}})
     before = live_objects("Quantized", "_Keeper", "_BlockBackward")
     prediction = predict(model)
@@ -218,7 +215,7 @@ def test_a_forward_pass_without_backward_leaves_nothing(mode: str) -> None:
 NVFP4 = {"weight": {"format": "nvfp4"}, "memory": KEEP}
 
 
-def test_nvfp4_layers_are_fused_and_have_names() -> None:
+def test_nvfp4_layers_are_fused_and_have_names():
     model, report, _ = coat_flux_model(NVFP4)
     predict(model)  # weights are joined
     assert all(choice.flow == "fused" for choice in BlockRunner.of(model).plan.blocks)
@@ -272,7 +269,7 @@ def some_x() -> Tensor:
     return torch.randn(2, 9, K).bfloat16().requires_grad_()
 
 
-def test_gradients_are_those_of_plain_adapters_from_the_fp8_input() -> None:
+def test_gradients_are_those_of_plain_adapters_from_the_fp8_input():
     plain, ours, x = peft_model(), None, some_x()
     ours = copy.deepcopy(plain)
     attach_lora(ours, COAT)
@@ -293,7 +290,7 @@ def test_gradients_are_those_of_plain_adapters_from_the_fp8_input() -> None:
     [(False, {}, OWN), (True, {"lora_dropout": 0.5}, OWN), (True, {"use_dora": True}, OWN), (True, {}, SHARED)],
     ids=["plain base", "dropout", "dora", "vanilla"],
 )
-def test_who_shares_and_who_does_not(base_fp8: bool, lora: dict[str, Any], group: str) -> None:
+def test_who_shares_and_who_does_not(base_fp8, lora, group):
     model = peft_model(base_fp8, **lora)
     assert list(attach_lora(model, COAT).values()) == [group] * 4
     if group == SHARED:
@@ -310,7 +307,7 @@ def toolkit_pair() -> tuple[nn.Module, Network]:
 
 
 @pytest.mark.parametrize("weakly", [False, True])
-def test_ai_toolkits_adapters_share_with_their_base_too(weakly: bool) -> None:
+def test_ai_toolkits_adapters_share_with_their_base_too(weakly):
     """Its newer versions hold a weak reference to the base in place of the list."""
     model, network = toolkit_pair()
     for lora in network.unet_loras if weakly else ():
@@ -322,7 +319,7 @@ def test_ai_toolkits_adapters_share_with_their_base_too(weakly: bool) -> None:
     assert len({t.untyped_storage().data_ptr() for t in inputs}) == 2
 
 
-def test_a_convolutions_adapter_is_skipped_by_name() -> None:
+def test_a_convolutions_adapter_is_skipped_by_name():
     _, network = toolkit_pair()
     network.unet_loras[0].lora_down = nn.Conv2d(K, R, 1, bias=False)
     network.unet_loras[1].lora_down = nn.Linear(K, R)
@@ -331,6 +328,6 @@ def test_a_convolutions_adapter_is_skipped_by_name() -> None:
     assert inputs["unet_loras.1"] == "its down projection is a Linear"
 
 
-def test_without_an_adapter_it_is_an_error() -> None:
+def test_without_an_adapter_it_is_an_error():
     with pytest.raises(ValueError, match="Attention: no LoRA adapter found; attach after the LoRA network is made"):
         attach_lora(Attention(), COAT)

@@ -1,7 +1,5 @@
 """COAT on diffusers models other than FLUX, through the generic flow: SDXL's UNet, SD3, CogVideoX."""
 
-from __future__ import annotations
-
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -174,7 +172,7 @@ def in_bf16() -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
 
 
 @ALL
-def test_what_is_converted_what_is_left_and_why(name: str) -> None:
+def test_what_is_converted_what_is_left_and_why(name):
     model, architecture = frozen_model(name), ARCHITECTURES[name]
     linears = {key for key, module in model.named_modules() if isinstance(module, nn.Linear)}
     convolutions = {key for key, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Conv3d)}
@@ -192,9 +190,7 @@ def test_what_is_converted_what_is_left_and_why(name: str) -> None:
 
 
 @ALL
-def test_the_blocks_that_are_listed_are_called_and_inference_never_reaches_the_runner(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_blocks_that_are_listed_are_called_and_inference_never_reaches_the_runner(name, monkeypatch):
     model, _, _ = coat_model(name, KEEP)
     trained = predict(name, model).detach()
     reached: list[nn.Module] = []
@@ -216,7 +212,7 @@ def test_the_blocks_that_are_listed_are_called_and_inference_never_reaches_the_r
 
 @ALL
 @pytest.mark.parametrize("checkpointing", ["none", "all"])
-def test_a_lora_step_stays_near_bf16(name: str, checkpointing: str, in_bf16: Any) -> None:
+def test_a_lora_step_stays_near_bf16(name, checkpointing, in_bf16):
     """Whatever is recomputed: the forward values are the same, and the gradients near those of bf16."""
     model, _, attached = coat_model(name, {"memory": {"checkpointing": checkpointing}})
     assert len(attached) == len(lora_parameters(model)) // 2
@@ -249,7 +245,7 @@ def test_a_lora_step_stays_near_bf16(name: str, checkpointing: str, in_bf16: Any
 
 
 @ALL
-def test_packing_alone(name: str, in_bf16: Any) -> None:
+def test_packing_alone(name, in_bf16):
     """With weights and GEMMs in bf16 the output is bf16's bit for bit, and the gradients differ by what is packed."""
     model, _, _ = coat_model(name, PACKING_ONLY)
     with recording() as saved:
@@ -262,7 +258,7 @@ def test_packing_alone(name: str, in_bf16: Any) -> None:
     assert cosines[worst] >= PACKED_GRADIENT_COSINE, f"{worst}: {cosines[worst]:.4f}"
 
 
-def test_kept_bytes() -> None:
+def test_kept_bytes():
     name, kept = "SDXL", []
     for coat in (BF16, KEEP, {"memory": {"checkpointing": "all"}}):
         model = coat_model(name, coat)[0]
@@ -284,12 +280,12 @@ class Unknown(nn.Module):
 
 
 @pytest.mark.parametrize(("wrapped", "name"), [(False, "blocks"), (True, "inner.layers")])
-def test_unknown_class_gets_the_cautious_policy(wrapped: bool, name: str) -> None:
+def test_unknown_class_gets_the_cautious_policy(wrapped, name):
     family = family_of(Unknown(wrapped))
     assert (family.convert, family.one_row, family.blocks) == ((f"{name}.*",), (), (name,))
 
 
-def test_a_class_without_block_lists_is_told_the_nearest_known_ones_and_a_known_one_what_it_lacks() -> None:
+def test_a_class_without_block_lists_is_told_the_nearest_known_ones_and_a_known_one_what_it_lacks():
     class FluxTransformer3DModel(nn.Linear):
         pass
 

@@ -1,11 +1,8 @@
 """scripts/bench_memory.py at a small size, and the precision of its block's gradients."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +19,7 @@ HIDDEN, RANK = 256, 16
 TEXT, IMAGE = 32, 96
 
 
-def test_bytes_kept_by_loop_and_flow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_kept_by_loop_and_flow(monkeypatch):
     # rough sizes of blocks: counting them takes longer than to run them, and nothing here depends on them
     monkeypatch.setattr("coat_flux.blocks.sizes._counted", lambda *of_block: (2**18 if of_block[-1] else 2**22, 2**20))
     model = make_model(2)
@@ -40,7 +37,7 @@ def test_bytes_kept_by_loop_and_flow(monkeypatch: pytest.MonkeyPatch) -> None:
         assert kept["peft", "recomputed from FP8"][kind] < 2
 
 
-def test_the_script_writes_its_table_and_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_writes_its_table_and_picture(tmp_path, monkeypatch):
     sizes = ["--heads", "2", "--text-tokens", str(TEXT), "--image-tokens", str(IMAGE)]
     files = ["--json", str(tmp_path / "b.json"), "--picture", str(tmp_path / "b.png")]
     monkeypatch.setattr(sys, "argv", ["bench_memory.py", *sizes, "--loop", "peft", "--row", "bf16", *files])
@@ -52,7 +49,7 @@ def test_the_script_writes_its_table_and_picture(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("outliers", [1.0, 30.0], ids=["plain", "outlier channels"])
 @pytest.mark.parametrize("kind", ["double", "single"])
-def test_gradient_errors_of_every_adapter(kind: str, outliers: float) -> None:
+def test_gradient_errors_of_every_adapter(kind, outliers):
     """The fused flow with every scale per row, next to the same block in bf16."""
     rows = {"activation": {"linear_granularity": "per_row"}, "weight": {"granularity": "per_row"}}
     coat = {"memory": {"checkpointing": "none"}, **rows}

@@ -1,12 +1,9 @@
 """`coat-flux bench` and `scripts/benchmark_coat.py` at tiny sizes on a CPU."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +28,7 @@ def figures_of(level: str, configuration: str) -> dict[str, Any]:
     return {**step, **step["figures"]}
 
 
-def test_steps_train_the_same_task() -> None:
+def test_steps_train_the_same_task():
     steps = {name: figures_of("step", name) for name in ("bf16", "coat")}
     for name, step in steps.items():
         assert step["loss"][-1] < step["loss"][0]
@@ -39,7 +36,7 @@ def test_steps_train_the_same_task() -> None:
     assert steps["coat"]["state_bytes"] < 0.3 * steps["bf16"]["state_bytes"]
 
 
-def test_results_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_a_run(tmp_path, capsys, monkeypatch):
     def here(command: list[str], **_: Any) -> SimpleNamespace:
         """In place of a process."""
         monkeypatch.setattr(sys, "argv", command[2:])
@@ -68,7 +65,7 @@ def test_results_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     assert "| adamw_fused | optimizer step | " in (tmp_path / "results.md").read_text(encoding="utf-8")
 
 
-def test_benchmark_coat(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmark_coat(tmp_path, capsys, monkeypatch):
     out = tmp_path / "results.json"
     sizes = ["--hidden_size", "128", "--num_layers", "2", "--batch_size", "2", "--num_steps", "12", "--rounds", "5"]
     options = ["--output", str(out), "--device", "cpu", "--use_fp8_activation"]

@@ -1,7 +1,5 @@
 """`coat-flux caption` with tiny random models of the real classes (BLIP, Florence-2, Qwen2.5-VL), and no network."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -136,9 +134,7 @@ def texts(folder: Path, extension: str = "txt") -> dict[str, bytes]:
     return {path.stem: path.read_bytes() for path in folder.rglob(f"*.{extension}")}
 
 
-def test_a_line_beside_each_photo_is_the_trigger_and_what_blip_says(
-    photos: Path, blip: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_line_beside_each_photo_is_the_trigger_and_what_blip_says(photos, blip, capsys):
     assert run("photos", "--model", blip) == 0
     drafts = texts(photos)
     assert sorted(drafts) == ["cut", "plain", "sideways"]
@@ -159,7 +155,7 @@ def test_a_line_beside_each_photo_is_the_trigger_and_what_blip_says(
     assert f"photos: 3 captions by {blip}, 0 kept, 0 failed" in out
 
 
-def test_nothing_is_written_over_and_what_is_there_counts_as_done(photos, blip, capsys) -> None:
+def test_nothing_is_written_over_and_what_is_there_counts_as_done(photos, blip, capsys):
     write(photos / "plain.txt", b"")
     (photos / "more" / "cut.txt").symlink_to("nowhere")
     before = (photos / "plain.txt").stat(), (photos / "more" / "cut.txt").lstat()
@@ -174,7 +170,7 @@ def test_nothing_is_written_over_and_what_is_there_counts_as_done(photos, blip, 
     assert sorted(texts(photos, "caption")) == ["cut", "plain", "sideways"]
 
 
-def test_florence_is_given_its_task(photos: Path, tmp_path: Path) -> None:
+def test_florence_is_given_its_task(photos, tmp_path):
     folder = make_florence(tmp_path / "florence")
     assert Captioner(str(folder)).prompt == "<DETAILED_CAPTION>"
     assert run("photos", "--model", folder) == 0
@@ -187,7 +183,7 @@ def test_florence_is_given_its_task(photos: Path, tmp_path: Path) -> None:
     assert texts(photos)["plain"].decode() == f"[trigger], {' '.join(line.split())}\n"
 
 
-def test_a_chat_is_asked_for_what_is_not_the_garment_and_its_answer_is_written(photos: Path, tmp_path: Path) -> None:
+def test_a_chat_is_asked_for_what_is_not_the_garment_and_its_answer_is_written(photos, tmp_path):
     folder = make_qwen(tmp_path / "qwen")
     captioner = Captioner(str(folder))
     assert "30 words: background, pose, light. Do not mention clothes" in captioner.prompt
@@ -203,7 +199,7 @@ def test_a_chat_is_asked_for_what_is_not_the_garment_and_its_answer_is_written(p
         assert b"assistant" not in draft
 
 
-def test_half_precision_weights_run_in_fp32_on_a_cpu(blip: Path, tmp_path: Path) -> None:
+def test_half_precision_weights_run_in_fp32_on_a_cpu(blip, tmp_path):
     half = shutil.copytree(blip, tmp_path / "half")
     transformers.BlipForConditionalGeneration.from_pretrained(blip).half().save_pretrained(half)
     assert json.loads((half / "config.json").read_text())["dtype"] == "float16"
@@ -211,7 +207,7 @@ def test_half_precision_weights_run_in_fp32_on_a_cpu(blip: Path, tmp_path: Path)
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
 
 
-def test_a_model_that_says_nothing_writes_nothing(photos, blip, monkeypatch, capsys) -> None:
+def test_a_model_that_says_nothing_writes_nothing(photos, blip, monkeypatch, capsys):
     monkeypatch.setattr(Captioner, "describe", lambda *_: "")
     assert run("photos", "--model", blip) == 2
     assert texts(photos) == {}
@@ -234,7 +230,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is one here
         pytest.param(("--device", "cuda"), "torch finds no CUDA GPU here", marks=NO_GPU),
     ],
 )
-def test_what_cannot_work_is_one_error(photos, blip, arguments, says, capsys) -> None:
+def test_what_cannot_work_is_one_error(photos, blip, arguments, says, capsys):
     transformers.SegformerConfig().save_pretrained(photos.parent / "other")
     assert run("photos", *([] if "--model" in arguments else ["--model", blip]), *arguments) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
@@ -242,7 +238,7 @@ def test_what_cannot_work_is_one_error(photos, blip, arguments, says, capsys) ->
     assert texts(photos) == {}
 
 
-def test_odd_files_and_folders(photos: Path, blip: Path, capsys: pytest.CaptureFixture) -> None:
+def test_odd_files_and_folders(photos, blip, capsys):
     pytest.importorskip("pillow_heif")
     write(photos / "broken.png", b"no image")
     noise((64, 64), seed=8).save(photos / "phone.heic")

@@ -1,7 +1,5 @@
 """`coat-flux compare` on a tiny run: its own samples again, interrupted and continued, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -72,7 +70,7 @@ def pixels(path: Path) -> bytes:
         return image.convert("RGB").tobytes()
 
 
-def test_cells_are_the_runs_own_samples_and_the_best_is_marked(run: Path, capsys: pytest.CaptureFixture) -> None:
+def test_cells_are_the_runs_own_samples_and_the_best_is_marked(run, capsys):
     index = compare(run)
     samples = RunFolder(run).samples()
     assert len(samples) == (STEPS + 1) * 2
@@ -93,7 +91,7 @@ def test_cells_are_the_runs_own_samples_and_the_best_is_marked(run: Path, capsys
         assert not re.findall(r'(?:src|href)="(?!data:)', text)
 
 
-def test_a_lokrs_cells_are_its_runs_samples_and_half_of_it_is_less(tmp_path: Path) -> None:
+def test_a_lokrs_cells_are_its_runs_samples_and_half_of_it_is_less(tmp_path):
     sample = {"prompts": ["[trigger] shirt"], "sample_steps": 1, "sample_every": 2, "format": "png"}
     with tiny_place(tmp_path, 2) as place:
         network = FEW_LINEARS | {"type": "lokr", "lokr_factor": 4}
@@ -108,7 +106,7 @@ def test_a_lokrs_cells_are_its_runs_samples_and_half_of_it_is_less(tmp_path: Pat
     assert len(drawn) == 3
 
 
-def test_only_what_changed_is_drawn_again(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_changed_is_drawn_again(run, tmp_path, monkeypatch):
     small = ["--prompts", "a [trigger]", "--steps", 1, "--out", tmp_path / "out"]
     drawn: list[int] = []
     draw = LoraDrawer.draw
@@ -130,7 +128,7 @@ def test_only_what_changed_is_drawn_again(run: Path, tmp_path: Path, monkeypatch
     assert len({pixels(tmp_path / "out" / cell) for cell in rows[0]["cells"]}) == 2  # the same in both layouts
 
 
-def test_killed_at_any_moment_and_continued(run: Path, tmp_path: Path) -> None:
+def test_killed_at_any_moment_and_continued(run, tmp_path):
     pytest.importorskip("resource", reason="needs a system with os.fork")
     from tests.reliability.forks import KILLED, at_operation, fork, quick_forks, wait
 
@@ -160,7 +158,7 @@ def test_killed_at_any_moment_and_continued(run: Path, tmp_path: Path) -> None:
     assert counts[3] == 1  # beside the one without a LoRA
 
 
-def test_interrupted_it_says_how_to_go_on(run: Path, capsys: pytest.CaptureFixture, monkeypatch) -> None:
+def test_interrupted_it_says_how_to_go_on(run, capsys, monkeypatch):
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -227,7 +225,7 @@ def _wider(name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_compared_is_refused(case: str, run: Path, capsys: pytest.CaptureFixture) -> None:
+def test_what_cannot_be_compared_is_refused(case, run, capsys):
     spoil, message = REFUSED[case]
     compare(run, *spoil(run), code=2)
     error = capsys.readouterr().err
@@ -236,7 +234,7 @@ def test_what_cannot_be_compared_is_refused(case: str, run: Path, capsys: pytest
     assert not list((run / OUT).glob("cells/*"))
 
 
-def test_at_most_six_saves_with_the_last_and_the_best(run: Path) -> None:
+def test_at_most_six_saves_with_the_last_and_the_best(run):
     for step in range(4, 21):
         save_file({"a": torch.zeros(1)}, run / f"run_{step:09d}.safetensors", {"training_info": f'{{"step": {step}}}'})
     with (run / FIDELITY_FILE).open("a") as table:
@@ -259,7 +257,7 @@ def test_at_most_six_saves_with_the_last_and_the_best(run: Path) -> None:
         choose_columns(RunFolder(run), [], [21])
 
 
-def test_a_run_of_ai_toolkit_is_drawn_over_an_fp8_base(run: Path) -> None:
+def test_a_run_of_ai_toolkit_is_drawn_over_an_fp8_base(run):
     configured(
         run, model={"quantize": True, "qtype": "qfloat8", "quantize_te": True}, train={"unload_text_encoder": True}
     )
@@ -283,7 +281,7 @@ def test_a_run_of_ai_toolkit_is_drawn_over_an_fp8_base(run: Path) -> None:
 @pytest.mark.parametrize(
     "argv", [["--strengths", "strong"], ["--strengths", "nan"], ["--width", "100"], ["--saves", ""]]
 )
-def test_values_that_are_no_numbers(argv: list[str], run: Path, capsys: pytest.CaptureFixture) -> None:
+def test_values_that_are_no_numbers(argv, run, capsys):
     with pytest.raises(SystemExit, match="2"):
         compare(run, *argv)
     assert argv[0] in capsys.readouterr().err

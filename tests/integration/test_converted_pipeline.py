@@ -1,7 +1,5 @@
 """docs/diffusers.md: each line of its tables on a small real FluxPipeline, converted and not."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -87,7 +85,7 @@ def picture(names: dict[str, Any]) -> Tensor:
 @pytest.mark.parametrize(
     ("adapted", "line", "word"), [*((True, *row) for row in ADAPTED), *((False, *row) for row in BARE)]
 )
-def test_a_line_does_what_its_word_says(adapted: bool, line: str, word: str, tmp_path: Path) -> None:
+def test_a_line_does_what_its_word_says(adapted, line, word, tmp_path):
     plain, converted = (make(tmp_path, kind) for kind in (False, True))
     before = picture(converted)
     for each in (plain, converted) if adapted else ():
@@ -105,5 +103,5 @@ def test_a_line_does_what_its_word_says(adapted: bool, line: str, word: str, tmp
     assert not adapted or sqnr_db(before, loaded) < PIPELINE_FLOOR_DB - 5  # so that a LoRA left out is seen
 
 
-def test_the_page_has_both_tables() -> None:
+def test_the_page_has_both_tables():
     assert (len(ADAPTED), len(BARE)) == (14, 23)

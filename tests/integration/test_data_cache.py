@@ -1,7 +1,5 @@
 """The data path with real diffusers and transformers classes: encoding, caching, dropping the models, resuming."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

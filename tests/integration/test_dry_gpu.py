@@ -1,7 +1,5 @@
 """The engine's step on a GPU that is not there: every option of the `coat:` block in turn."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from typing import Any
@@ -109,7 +107,7 @@ for row in itertools.zip_longest(*map(options_of, SUBJECTS), fillvalue={}):
 
 
 @pytest.mark.parametrize("options", CASES, ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()))
-def test_two_steps_with_every_option(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_steps_with_every_option(options, monkeypatch):
     """From the batch to AdamW and EMA, with one block of each kind; a value of each subject in turn."""
     with dry_gpu(monkeypatch) as gpu:
         session = dry_session(nested({**BASE, **options}), monkeypatch, blocks=(1, 1))
@@ -118,7 +116,7 @@ def test_two_steps_with_every_option(options: dict[str, Any], monkeypatch: pytes
     assert gpu.launches["_fp8_adamw_step_kernel"] == (2 if options.get("enabled", True) else 0)
 
 
-def test_two_steps_with_every_option_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_steps_with_every_option_of_the_run(monkeypatch):
     """Those in `TOGETHER`, at once; the guard on, the second step a health step, images masked."""
     flat = {option.key: values(option)[-1] for option in OPTIONS if option.key.startswith(TOGETHER)}
     flat |= {"guard.enabled": True, "speed.measure": "never"}
@@ -131,7 +129,7 @@ def test_two_steps_with_every_option_of_the_run(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("case", ["kept", "recomputed", "flux2"])
-def test_a_step_can_be_captured(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_can_be_captured(case, monkeypatch):
     """Steps 1 to 3 run eagerly, the 4th both ways; inside the capture the host waits nowhere. The 5th is a replay."""
     memory = {"memory.checkpointing": "all"} if case == "recomputed" else {}
     geometry = {}
@@ -151,7 +149,7 @@ def test_a_step_can_be_captured(case: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert gpu.launches - before == both
 
 
-def test_launches_of_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_of_several_blocks(monkeypatch):
     """AdamW is one launch, whatever the number of adapters; kernels are those of the blocks; the host waits nowhere."""
     with dry_gpu(monkeypatch) as gpu:
         session = dry_session(nested(BASE), monkeypatch, blocks=(1, 2))
@@ -165,15 +163,13 @@ def test_launches_of_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert step["_norm_modulate_bwd_kernel"] == step["_gated_sum_bwd_kernel"] == 4 + 2
 
 
-def test_attention_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_without_a_kernel(monkeypatch):
     with dry_gpu(monkeypatch, "plain") as gpu:
         gpu.steps(dry_session(nested(BASE), monkeypatch, blocks=(1, 0)), 2)
     assert gpu.launches["_qkv_rope_bwd_kernel"] > 0
 
 
-def test_the_first_step_tries_and_times_attention(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_first_step_tries_and_times_attention(monkeypatch, caplog):
     """Every kernel at the run's shape; all take a millisecond, so that torch's own stays."""
     flat = {**BASE, "speed.measure": "auto"}
     with dry_gpu(monkeypatch) as gpu, caplog.at_level(logging.INFO):
@@ -203,9 +199,7 @@ def scale(rows: int, row_wise: bool) -> Tensor:
 @pytest.mark.parametrize("rows_b", [False, True], ids=["b per tensor", "b per row"])
 @pytest.mark.parametrize("rows_a", [False, True], ids=["a per tensor", "a per row"])
 @pytest.mark.parametrize(("a", "b"), [*itertools.product(DTYPES, DTYPES)])
-def test_every_fp8_gemm_of_a_config_is_one_that_torch_takes(
-    a: str, b: str, rows_a: bool, rows_b: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_fp8_gemm_of_a_config_is_one_that_torch_takes(a, b, rows_a, rows_b, monkeypatch):
     """On fake CUDA tensors, by the strictest of torch's kernels; those that no GPU has are refused by the config."""
     k, n = 3072, 12288
     exists = (a, b) != ("e5m2", "e5m2") and not ((rows_a or rows_b) and b == "e5m2")
@@ -228,7 +222,7 @@ def test_every_fp8_gemm_of_a_config_is_one_that_torch_takes(
 
 
 @pytest.mark.parametrize("asked", ["per_tensor", "per_row"])
-def test_a_card_that_refuses_row_wise_products_multiplies_fp8(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_that_refuses_row_wise_products_multiplies_fp8(asked, monkeypatch):
     """As sm_120 with torch 2.10 (pytorch #192707); INT8 is neither tried nor taken, whatever was asked for."""
     multiply = torch._scaled_mm
 
@@ -249,7 +243,7 @@ def test_a_card_that_refuses_row_wise_products_multiplies_fp8(asked: str, monkey
     assert gpu.operators.calls["coat::int8_mm"] == 0
 
 
-def test_auto_is_timed_on_the_card_before_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_timed_on_the_card_before_the_load(monkeypatch):
     """Both formats as their kernels run; all takes a millisecond, so that it is e4m3."""
     options = {**BASE, "weight.format": "auto", "speed.measure": "auto"}
     with dry_gpu(monkeypatch) as gpu:
@@ -268,7 +262,7 @@ LAUNCHES = {"SingleBlock": (1, 1, 1), "StreamBlock": (1, 2, 2), "last": (2, 3, 2
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_block_of_another_family(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_of_another_family(name, monkeypatch):
     """Forward and backward through the launchers, with a mask, at the models' width."""
     with dry_gpu(monkeypatch) as gpu:
         size, tokens = FAMILIES[name].hidden, (FAMILIES[name].text, 1024)
@@ -286,7 +280,7 @@ def test_a_block_of_another_family(name: str, monkeypatch: pytest.MonkeyPatch) -
         assert [gpu.launches[kernel] for kernel in kernels] == [streams] * 3
 
 
-def test_a_trained_linear_casts_its_weight_once_and_in_every_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trained_linear_casts_its_weight_once_and_in_every_graph(monkeypatch):
     config = FP8LinearConfig(cache_weight=True, wgrad_format="e4m3")
     per_tensor = {"_share_amax_fwd_kernel": 1, "_cast_by_amax_fwd_kernel": 1}
     per_batch = {"_quantize_rows_fwd_kernel": 3, "_transpose_codes_fwd_kernel": 2}  # x, dy, dy by feature; W, x
@@ -313,7 +307,7 @@ def test_a_trained_linear_casts_its_weight_once_and_in_every_graph(monkeypatch: 
 
 
 @pytest.mark.parametrize("memory", [{}, {"memory.checkpointing": "all"}], ids=["kept", "recomputed"])
-def test_codes_are_copied_while_blocks_run(memory: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_are_copied_while_blocks_run(memory, monkeypatch):
     """Copies and products wait for each other, and the host for neither; in a capture as well."""
     with dry_gpu(monkeypatch) as gpu:
         session = dry_session(nested({**BASE, **memory, "memory.stream_blocks": "all"}), monkeypatch, blocks=(1, 3))
@@ -353,7 +347,7 @@ def updates(optimizer: FP8AdamW, params: list[torch.nn.Parameter], steps: int) -
             param.grad = None
 
 
-def test_the_card_holds_no_moments_but_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_card_holds_no_moments_but_the_slots(monkeypatch):
     """Neither at the start nor in updates, for which the host does not wait."""
     with dry_gpu(monkeypatch) as gpu:
         params = small_slots(monkeypatch)
@@ -373,7 +367,7 @@ def test_the_card_holds_no_moments_but_the_slots(monkeypatch: pytest.MonkeyPatch
     assert gpu.launches["_fp8_adamw_step_kernel"] == 2 * (5 + 1 + 2 + 1)
 
 
-def test_a_graph_cannot_hold_copies_of_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_cannot_hold_copies_of_moments(monkeypatch):
     with dry_gpu(monkeypatch):
         params = small_slots(monkeypatch)
         optimizer = FP8AdamW(params, capturable=True, offload="cpu")
@@ -386,7 +380,7 @@ def test_a_graph_cannot_hold_copies_of_moments(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["in backward", "after it"])
-def test_full_fine_tuning_with_moments_in_host_memory(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_fine_tuning_with_moments_in_host_memory(fused, monkeypatch):
     """Two steps of the engine; the update waits for nothing but its gradient."""
     flat = {**BASE, "optimizer.offload": "cpu", "include": ["single_transformer_blocks.0.attn.*"]}
     with dry_gpu(monkeypatch) as gpu:

@@ -1,7 +1,5 @@
 """Full fine-tuning in the stand-alone trainer, on the embedded model: the update in backward, saves, resuming."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -44,7 +42,7 @@ def separate(place: dict[str, Path]) -> Path:
     return COATTrainer(full_job("separate", place, coat={}, train=WHOLE, save=EACH_STEP)).train()
 
 
-def test_room_is_asked_for_the_whole_model(place: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_is_asked_for_the_whole_model(place, monkeypatch):
     """Not only for what is trained; weights in codes count as well."""
     asked = []
     monkeypatch.setattr(trainer, "require_room", lambda folder, space=None: asked.append(space) or [])
@@ -58,9 +56,7 @@ class Killed(BaseException):
     """Ends a process like SIGKILL: nothing of ours catches it."""
 
 
-def test_updates_in_backward_are_the_separate_step_to_the_bit_wherever_moments_are(
-    place: dict[str, Path], separate: Path
-) -> None:
+def test_updates_in_backward_are_the_separate_step_to_the_bit_wherever_moments_are(place, separate):
     """Killed and resumed twice, with moments in CPU memory and not; they take what `plan` has for them."""
     seen: list[tuple[int, bool]] = []
     kills, planned = [2, 3], {}
@@ -88,7 +84,7 @@ def test_updates_in_backward_are_the_separate_step_to_the_bit_wherever_moments_a
     assert seen == [(step, offloaded) for steps, offloaded in runs for step in steps]
 
 
-def test_the_saved_model_loads_and_everything_was_trained(place: dict[str, Path], separate: Path) -> None:
+def test_the_saved_model_loads_and_everything_was_trained(place, separate):
     saved = tensors_in(separate / full.PART)
     start = FluxTransformer2DModel.from_pretrained(place["model"], subfolder="transformer")
     assert len(list((separate / full.PART).glob("*.safetensors"))) > 1
@@ -100,7 +96,7 @@ def test_the_saved_model_loads_and_everything_was_trained(place: dict[str, Path]
     assert not any(path.name == "lora.safetensors" for path in separate.parent.rglob("*"))  # nothing is kept twice
 
 
-def test_saves_are_rotated_gone_back_to_and_belong_to_their_run(place: dict[str, Path], separate: Path) -> None:
+def test_saves_are_rotated_gone_back_to_and_belong_to_their_run(place, separate):
     run = separate.parent
     assert {path.name for path in run.glob("separate*")} == {"separate", "separate_000000001", "separate_000000002"}
     lora = engine_job("separate", **place, coat={}, train=WHOLE)
@@ -116,7 +112,7 @@ def test_saves_are_rotated_gone_back_to_and_belong_to_their_run(place: dict[str,
     assert (separate / full.PART / "config.json").is_file()
 
 
-def test_include_and_exclude_choose_what_is_trained(place: dict[str, Path]) -> None:
+def test_include_and_exclude_choose_what_is_trained(place):
     coat = {"include": ["*.attn.*", "x_embedder"], "exclude": ["single_transformer_blocks.*", "*.bias"]}
     job = full_job("some", place, coat=coat, train={"steps": 2, "ema_config": {"use_ema": True, "ema_decay": 0.5}})
     final = COATTrainer(job).train()
@@ -135,9 +131,7 @@ def test_include_and_exclude_choose_what_is_trained(place: dict[str, Path]) -> N
     assert_bitwise(saved["x_embedder.weight"], average["x_embedder.weight"].half())
 
 
-def test_a_pattern_that_chooses_nothing_is_refused_before_anything_is_loaded(
-    place: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pattern_that_chooses_nothing_is_refused_before_anything_is_loaded(place, tmp_path, monkeypatch, capsys):
     job = full_job("typo", place, coat={"include": ["*.atn.*"]}, train=WHOLE)
     monkeypatch.setattr(session, "load_encoders", lambda *_: pytest.fail("loaded"))
     with pytest.raises(ConfigError, match=r"coat\.include: '\*\.atn\.\*' matches no parameter"):

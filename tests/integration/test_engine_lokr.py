@@ -1,8 +1,5 @@
 """LoKr in the stand-alone trainer: ai-toolkit's matrices and names, the fused flow, resume to the bit."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,12 +18,12 @@ from tests.helpers.engine_job import FEW_LINEARS, engine_job
     ("width", "factor", "expected"),
     [(3072, 8, (8, 384)), (3072, -1, (48, 64)), (127, 8, (1, 127)), (360, 16, (15, 24)), (64, 16, (16, 4))],
 )
-def test_widths_are_split_as_in_ai_toolkit(width: int, factor: int, expected: tuple[int, int]) -> None:
+def test_widths_are_split_as_in_ai_toolkit(width, factor, expected):
     assert split_width(width, factor) == expected
 
 
 @pytest.mark.parametrize("rank", [None, 2])
-def test_the_module_multiplies_by_the_kronecker_matrix(rank: int | None) -> None:
+def test_the_module_multiplies_by_the_kronecker_matrix(rank):
     base = torch.nn.Linear(24, 36)
     lokr = LokrLinear(base, 4, rank, torch.device("cpu"), torch.Generator().manual_seed(0))
     x = torch.randn(3, 5, 24)
@@ -37,7 +34,7 @@ def test_the_module_multiplies_by_the_kronecker_matrix(rank: int | None) -> None
 
 
 @pytest.mark.parametrize(("full_rank", "coat"), [(True, {"memory": {"checkpointing": "none"}}), (False, None)])
-def test_a_run_and_its_resume_end_with_the_same_file(full_rank: bool, coat: Any, place: dict[str, Path]) -> None:
+def test_a_run_and_its_resume_end_with_the_same_file(full_rank, coat, place):
     network = {**FEW_LINEARS, "type": "lokr", "linear": 2, "lokr_factor": 8, "lokr_full_rank": full_rank}
     job = engine_job(f"lokr_{full_rank}", **place, coat=coat, train={"steps": 4}, network=network)
     job["config"]["process"][0]["save"]["save_every"] = 2

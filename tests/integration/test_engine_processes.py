@@ -1,7 +1,5 @@
 """Several processes over gloo, of a LoRA and of full fine-tuning, against one process with as much accumulation."""
 
-from __future__ import annotations
-
 import csv
 import os
 import shutil
@@ -149,7 +147,7 @@ def assert_same_lora(run: Path, other: Path) -> None:
 
 
 @needs_fork
-def test_one_two_and_three_processes_are_one_run(place: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_two_and_three_processes_are_one_run(place, monkeypatch):
     """Two are one with accumulation two, which resumes them; three resume them where `allow` names it."""
     out = train_together(lora_job(place, "two", 2, 1), 2)
     run = place["out"] / "two"
@@ -170,7 +168,7 @@ def test_one_two_and_three_processes_are_one_run(place: dict[str, Path], monkeyp
 
 
 @needs_fork
-def test_with_fsdp2_two_processes_share_the_frozen_codes_out_and_are_one(place: dict[str, Path]) -> None:
+def test_with_fsdp2_two_processes_share_the_frozen_codes_out_and_are_one(place):
     """With samples, and photos held out, measured and redrawn, for which all processes run the transformer."""
     shared, alone = lora_job(place, "shared", 2, 1), lora_job(place, "not_shared", 2, 2)
     for job in (shared, alone):
@@ -185,7 +183,7 @@ def test_with_fsdp2_two_processes_share_the_frozen_codes_out_and_are_one(place: 
     assert len(list((run / "samples").glob("*.jpg"))) == 2
 
 
-def test_a_killed_process_ends_all_with_one_message(place: dict[str, Path]) -> None:
+def test_a_killed_process_ends_all_with_one_message(place):
     """As users start it: the launcher ends with an error, and one process says why."""
     config, run = place["out"].parent / "killed.yaml", place["out"] / "killed"
     config.write_text(yaml.safe_dump(lora_job(place, "killed", 1000, 1)), encoding="utf-8")
@@ -234,7 +232,7 @@ def full_two(place: dict[str, Path]) -> tuple[str, list[dict[str, Path]]]:
 
 
 @needs_fork
-def test_under_fsdp2_two_processes_are_one_full_run(place: dict[str, Path], full_two: Any) -> None:
+def test_under_fsdp2_two_processes_are_one_full_run(place, full_two):
     """To the bit: losses, held-out losses, weights, their average and moments; and after a resume by one process."""
     out, _ = full_two
     assert out.count("Saved the model to") == 1
@@ -253,9 +251,7 @@ def test_under_fsdp2_two_processes_are_one_full_run(place: dict[str, Path], full
 
 
 @needs_fork
-def test_under_fsdp2_three_processes_resume_the_full_run_of_two(
-    place: dict[str, Path], full_two: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_under_fsdp2_three_processes_resume_the_full_run_of_two(place, full_two, monkeypatch):
     """Three photos a step are another run than two, so `allow` names it; one process resumes with accumulation 3."""
     _, (three, alone) = full_two
     train_together(watched(three, "full_two", 3, 1, allow=["world_size"]), 3, fsdp2=True)
@@ -268,7 +264,7 @@ def test_under_fsdp2_three_processes_resume_the_full_run_of_two(
 
 
 @needs_fork
-def test_a_killed_process_ends_the_others_in_an_exchange_of_fsdp2(place: dict[str, Path]) -> None:
+def test_a_killed_process_ends_the_others_in_an_exchange_of_fsdp2(place):
     """Everything is trained."""
     run = place["out"] / "full_killed"
     both = Together(full(place, "full_killed", 1000, 1), 2, fsdp2=True)

@@ -1,7 +1,5 @@
 """The stand-alone trainer on the embedded model: output folder, resume, EMA, samples, held-out photos, W&B."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -62,7 +60,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_a_machine_without_triton_trains(place: dict[str, Path], tmp_path: Path) -> None:
+def test_a_machine_without_triton_trains(place, tmp_path):
     """As most CPUs are: only our test dependencies bring triton there."""
     job = engine_job("bare", **place | {"out": tmp_path}, coat={}, train={"steps": 1}, network=FEW_LINEARS)
     config = tmp_path / "bare.yaml"
@@ -75,7 +73,7 @@ def test_a_machine_without_triton_trains(place: dict[str, Path], tmp_path: Path)
 FURTHER = {"train": {"steps": 5, "lr_scheduler": "cosine"}}
 
 
-def test_run_folder_lora_file_and_metrics(four: Path) -> None:
+def test_run_folder_lora_file_and_metrics(four):
     run = four.parent
     assert read_status(run)["takes"] == ["save", "stop"]
     loras = {"four.safetensors", "four_000000002.safetensors", "four_000000003.safetensors"}
@@ -106,9 +104,7 @@ def test_run_folder_lora_file_and_metrics(four: Path) -> None:
     assert json.loads(meta["coat"])["enabled"] is False
 
 
-def test_a_finished_run_is_left_alone_and_one_with_more_steps_says_what_changed(
-    copied: dict[str, Path], capsys: pytest.CaptureFixture
-) -> None:
+def test_a_finished_run_is_left_alone_and_one_with_more_steps_says_what_changed(copied, capsys):
     final = copied["out"] / "four" / "four.safetensors"
     before = final.stat().st_mtime_ns
     assert train("four", copied, train={"steps": 4, "lr_scheduler": "cosine"}) == final
@@ -124,7 +120,7 @@ def test_a_finished_run_is_left_alone_and_one_with_more_steps_says_what_changed(
     assert group["weight_decay"] == 0.5
 
 
-def test_where_no_state_is_whole_it_is_an_error_that_names_file_and_remedy(copied: dict[str, Path]) -> None:
+def test_where_no_state_is_whole_it_is_an_error_that_names_file_and_remedy(copied):
     run, file = copied["out"] / "four", "optimizer.pt"
     for folder in (run / "coat").glob("state-*"):
         (folder / file).write_bytes((folder / file).read_bytes()[:-20])
@@ -134,7 +130,7 @@ def test_where_no_state_is_whole_it_is_an_error_that_names_file_and_remedy(copie
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == files
 
 
-def test_resume_from_an_ai_toolkit_save(copied: dict[str, Path], capsys: pytest.CaptureFixture) -> None:
+def test_resume_from_an_ai_toolkit_save(copied, capsys):
     """The same folder, but without our own state: weights from the file, place in the data from its step."""
     other = {**copied, "out": copied["out"].with_name("host")}
     shutil.copytree(copied["out"], other["out"])
@@ -155,7 +151,7 @@ def test_resume_from_an_ai_toolkit_save(copied: dict[str, Path], capsys: pytest.
         train("four", other, train={"steps": 6})
 
 
-def test_ema_is_saved_and_the_raw_weights_train_on(place: dict[str, Path], four: Path) -> None:
+def test_ema_is_saved_and_the_raw_weights_train_on(place, four):
     average = {"use_ema": True, "ema_decay": 0.9}
     final = train("ema", place, train={"steps": 4, "lr_scheduler": "cosine", "ema_config": average})
     state = final.parent / "coat" / "state-000000004"
@@ -167,9 +163,7 @@ def test_ema_is_saved_and_the_raw_weights_train_on(place: dict[str, Path], four:
     assert_bitwise(saved[name], average[name].half())
 
 
-def test_samples_follow_the_schedule_and_with_recomputation_and_no_caches_change_no_bit(
-    place: dict[str, Path], four: Path
-) -> None:
+def test_samples_follow_the_schedule_and_with_recomputation_and_no_caches_change_no_bit(place, four):
     sample = {"sample_every": 2, "prompts": ["[trigger] shirt", "a hat"], "walk_seed": True, "format": "png"}
     settings = {"steps": 4, "lr_scheduler": "cosine", "disable_sampling": False, "gradient_checkpointing": True}
     off = {"cache_latents": False, "cache_text_embeddings": False}
@@ -184,9 +178,7 @@ def test_samples_follow_the_schedule_and_with_recomputation_and_no_caches_change
     assert len(set(pictures.values())) == 6
 
 
-def test_validation_loss_falls_and_diffusers_loads_the_lora(
-    place: dict[str, Path], capsys: pytest.CaptureFixture
-) -> None:
+def test_validation_loss_falls_and_diffusers_loads_the_lora(place, capsys):
     final = train("validation", place, train={"steps": 8, "lr": 2e-2})
     lines = (final.parent / "coat" / "validation.csv").read_text(encoding="utf-8").splitlines()
     (first_step, first), (last_step, last) = (line.split(",") for line in lines[1:])
@@ -210,9 +202,7 @@ def test_validation_loss_falls_and_diffusers_loads_the_lora(
     assert not torch.equal(draw(), before)
 
 
-def test_photos_held_out_are_measured_and_leave_no_trace_in_a_run_or_its_resume(
-    place: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_photos_held_out_are_measured_and_leave_no_trace_in_a_run_or_its_resume(place, tmp_path, capsys):
     """The run is one without these photos, and resumes from a save as before; the loss is that of the average."""
     average = {"steps": 3, "lr": 0.1, "ema_config": {"use_ema": True, "ema_decay": 0.9}}
     asked = {"hold_out": ["1.png", "3.png"], "every": 1}
@@ -254,9 +244,7 @@ def test_photos_held_out_are_measured_and_leave_no_trace_in_a_run_or_its_resume(
 COAT = {"optimizer": {"stochastic_rounding": True}, "memory": {"log_every": 2}}
 
 
-def test_coat_off_leaves_no_coat_part_and_words_choose_the_adapters(
-    place: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_coat_off_leaves_no_coat_part_and_words_choose_the_adapters(place, monkeypatch):
     """With `enabled: false` neither conversion, nor attachment, nor an FP8 module takes part."""
     seen = []
     monkeypatch.setattr(session, "apply_coat", lambda *a, **k: pytest.fail("apply_coat was called"))
@@ -272,9 +260,7 @@ def test_coat_off_leaves_no_coat_part_and_words_choose_the_adapters(
     assert load_file(final).keys() == wanted
 
 
-def test_nan_stops_the_run_and_nothing_is_saved(
-    place: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_nan_stops_the_run_and_nothing_is_saved(place, monkeypatch, capsys):
     set_limits(monkeypatch, nonfinite_steps=2)
     original = Objective.__call__
     monkeypatch.setattr(Objective, "__call__", lambda self, batch, draw: original(self, batch, draw) * float("nan"))
@@ -286,15 +272,13 @@ def test_nan_stops_the_run_and_nothing_is_saved(
     assert not list((place["out"] / "nan").glob("*.safetensors"))
 
 
-def test_dead_lora_is_an_error(place: dict[str, Path]) -> None:
+def test_dead_lora_is_an_error(place):
     settings = {"steps": 1, "lr_scheduler": "constant_with_warmup", "lr_scheduler_params": {"num_warmup_steps": 10}}
     with pytest.raises(DeadRunError, match="every lora_B is still zero"):
         train("dead", place, train=settings, network=FEW_LINEARS)
 
 
-def test_streamed_weights_change_no_bit_of_a_run_that_is_killed_and_resumed(
-    place: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_streamed_weights_change_no_bit_of_a_run_that_is_killed_and_resumed(place, monkeypatch):
     blocks: dict[str, Any] = {"train": {"steps": 2, "disable_sampling": False, "skip_first_sample": True}}
     blocks |= {"save": {"save_every": 1, "dtype": "fp32"}, "network": FEW_LINEARS}
     resident = train("resident", place, coat={}, **blocks)
@@ -335,9 +319,7 @@ def logged(place: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPat
     return job
 
 
-def test_an_offline_run_of_wandb_and_its_resume(
-    logged: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_offline_run_of_wandb_and_its_resume(logged, tmp_path, capsys):
     COATTrainer(logged).train()
     known = json.loads((tmp_path / "run" / "coat" / "wandb.json").read_text(encoding="utf-8"))["id"]
     [written] = (tmp_path / "run" / "coat" / "wandb").glob(f"offline-run-*/run-{known}.wandb")
@@ -353,9 +335,7 @@ def test_an_offline_run_of_wandb_and_its_resume(
     assert json.loads((tmp_path / "run" / "coat" / "wandb.json").read_text(encoding="utf-8"))["id"] == known
 
 
-def test_a_failure_of_wandb_ends_no_run_and_a_missing_one_is_told_before_the_model(
-    logged: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failure_of_wandb_ends_no_run_and_a_missing_one_is_told_before_the_model(logged, monkeypatch, capsys):
     logged["config"]["process"][0]["logging"]["project_name"] = "a/b"  # which W&B refuses
     assert COATTrainer(logged).train().is_file()
     assert capsys.readouterr().out.count("; the run goes on without it") == 1
@@ -365,7 +345,7 @@ def test_a_failure_of_wandb_ends_no_run_and_a_missing_one_is_told_before_the_mod
         COATTrainer(logged).train()
 
 
-def test_fp32_takes_the_same_course(place: dict[str, Path], four: Path) -> None:
+def test_fp32_takes_the_same_course(place, four):
     single = train("single", place, train={"steps": 2, "lr_scheduler": "cosine", "dtype": "fp32"})
     for bf16, fp32 in zip(losses(four.parent), losses(single.parent), strict=False):
         assert float(bf16) == pytest.approx(float(fp32), rel=tolerances.BF16_LOSS_RTOL)

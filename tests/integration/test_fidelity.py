@@ -1,7 +1,5 @@
 """A LoRA of a red garment: its colour comes nearer to held-out photos while it trains, and not to a blue one's."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import random
@@ -11,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import yaml
 
@@ -37,9 +34,7 @@ def red_garments(folder: Path, pictures: Any, count: int = 8) -> Path:
     return folder
 
 
-def test_data_says_what_the_vae_can_draw_at_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_data_says_what_the_vae_can_draw_at_best(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(SCRIPTS)
     monkeypatch.chdir(tmp_path)
     photos = red_garments(tmp_path / "red", importlib.import_module("mini_flux.pictures"), 4)
@@ -65,7 +60,7 @@ def differs(worse: list[Any], better: list[Any]) -> bool:
     return statistics.fmean(differences) > 2 * statistics.stdev(differences) / math.sqrt(len(differences))
 
 
-def test_colour_comes_nearer_to_the_garment_and_not_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colour_comes_nearer_to_the_garment_and_not_to_another(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(SCRIPTS)
     photos = red_garments(tmp_path / "red", importlib.import_module("mini_flux.pictures"))
     make_job = importlib.import_module("mini_flux.experiment").make_job

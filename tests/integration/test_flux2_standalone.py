@@ -1,7 +1,5 @@
 """The stand-alone trainer on a tiny FLUX.2 klein: numbers are those of diffusers' pipeline, which loads the LoRA."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -53,7 +51,7 @@ def job_of(name: str, place: dict[str, Path], **blocks: Any) -> dict[str, Any]:
     return job
 
 
-def test_trains_resumes_to_the_bit_and_diffusers_loads_the_lora(place: dict[str, Path], pipeline: Any) -> None:
+def test_trains_resumes_to_the_bit_and_diffusers_loads_the_lora(place, pipeline):
     train = {"steps": 6, "lr": 2e-2, "disable_sampling": False}
     sample = {"sample_every": 6}
     final = COATTrainer(job_of("klein", place, train=train, sample=sample, save={"save_every": 5})).train()
@@ -72,7 +70,7 @@ def test_trains_resumes_to_the_bit_and_diffusers_loads_the_lora(place: dict[str,
     pipeline.unload_lora_weights()
 
 
-def test_prompts_latents_and_prediction_are_the_pipelines(place: dict[str, Path], pipeline: Any) -> None:
+def test_prompts_latents_and_prediction_are_the_pipelines(place, pipeline):
     encoders = load_encoders(str(place["model"]), torch.bfloat16)
     assert encoders.text is not None
     assert encoders.distilled
@@ -97,7 +95,7 @@ def test_prompts_latents_and_prediction_are_the_pipelines(place: dict[str, Path]
 
 
 @pytest.mark.parametrize("layout", ["comfyui", "kohya"])
-def test_other_layouts_and_back(place: dict[str, Path], tmp_path: Path, layout: str) -> None:
+def test_other_layouts_and_back(place, tmp_path, layout):
     model = load_transformer(str(place["model"]), torch.bfloat16)
     generator, tensors = torch.Generator().manual_seed(0), {}
     for name, module in model.named_modules():
@@ -111,7 +109,7 @@ def test_other_layouts_and_back(place: dict[str, Path], tmp_path: Path, layout: 
     assert_all_bitwise(load_file(tmp_path / "back.safetensors"), tensors)
 
 
-def test_check_says_what_is_wrong(place: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_says_what_is_wrong(place, tmp_path, capsys):
     def check(model: Path, **changes: Any) -> str:
         job = job_of("damaged", {**place, "model": model})
         job["config"]["process"][0]["model"] |= changes

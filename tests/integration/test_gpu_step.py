@@ -1,8 +1,5 @@
 """A training step on a GPU: by the kernels, without waiting for the device; eager and as CUDA graphs."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,7 +46,7 @@ class Training:
         return {name: parameter.grad.float().cpu() for name, parameter in self.parameters.items()}
 
 
-def test_replayed_steps_train_as_eager_ones(tmp_path: Path) -> None:
+def test_replayed_steps_train_as_eager_ones(tmp_path):
     """A run of the stand-alone trainer with its steps as CUDA graphs, which are compared with eager ones on the way."""
     places = {"model": make_tiny_flux(tmp_path / "model"), "images": write_images(tmp_path / "images")}
     found = {}
@@ -72,7 +69,7 @@ def test_replayed_steps_train_as_eager_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.triton
-def test_the_kernels_run_here() -> None:
+def test_the_kernels_run_here():
     assert triton_obstacle(torch.device("cuda", torch.cuda.current_device())) is None
 
 
@@ -90,14 +87,14 @@ INT8 = {"format": "int8", "grad_format": "int8"}
     ],
     ids=["per_tensor", "per_row", "nvfp4", "int8", "streamed"],
 )
-def test_gradients_are_the_cpus(coat: dict[str, Any]) -> None:
+def test_gradients_are_the_cpus(coat):
     expected, found = Training("cpu", coat).gradients(), Training("cuda", coat).gradients()
     for name, gradient in expected.items():
         assert_sqnr(gradient, found[name], GPU_STEP_FLOOR_DB)
 
 
 @pytest.mark.parametrize("scaling", ["per_tensor", "per_row"])
-def test_a_step_does_not_wait_for_the_gpu(scaling: str) -> None:
+def test_a_step_does_not_wait_for_the_gpu(scaling):
     training = Training("cuda", {"activation": {"linear_granularity": scaling}})
     for _ in range(2):  # the first pass compares with diffusers, and makes the optimizer's state
         training.step()
@@ -108,7 +105,7 @@ def test_a_step_does_not_wait_for_the_gpu(scaling: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_start_up_measurement(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_start_up_measurement(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     training = Training("cuda", {"speed": {"measure": "auto"}})
     training.step()

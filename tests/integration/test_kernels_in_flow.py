@@ -79,9 +79,7 @@ CASES = [  # z-image: RMSNorm on both sides of linears; flux2: one linear makes 
 
 
 @pytest.mark.parametrize(("name", "activation", "saving", "operators"), CASES)
-def test_a_block_by_kernels_is_the_block_by_references(
-    name: str, activation: dict[str, Any], saving: Saving, operators: tuple[str, ...]
-) -> None:
+def test_a_block_by_kernels_is_the_block_by_references(name, activation, saving, operators):
     if name not in FAMILIES:
         pytest.skip("this diffusers has no such block")
     weight = {"format": "int8"} if activation is IN_INT8 else {}

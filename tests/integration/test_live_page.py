@@ -1,12 +1,9 @@
 """`coat-flux train --watch`, its page in a headless browser: sample, save and stop by mouse."""
 
-from __future__ import annotations
-
 import re
 import urllib.error
 import urllib.request
 from functools import partial
-from pathlib import Path
 
 import pytest
 import yaml
@@ -27,9 +24,7 @@ def press(page: Driver, name: str) -> None:
     until(lambda: page.run("document.getElementById('note').textContent"), PATIENCE_S, "the answer")
 
 
-def test_a_running_job_is_sampled_saved_and_stopped_by_mouse(
-    place: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_running_job_is_sampled_saved_and_stopped_by_mouse(place, tmp_path, monkeypatch, capsys):
     config, run = tmp_path / "job.yaml", place["out"] / "seen"
     train = {"steps": 100_000, "disable_sampling": False, "skip_first_sample": True}
 

@@ -1,7 +1,5 @@
 """The transformer is read weight by weight and quantized on the way, from a folder or from one file as on the hub."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import inspect
@@ -113,7 +111,7 @@ def whole(path: Path, dtype: torch.dtype, coat: COATConfig | None = None) -> nn.
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("shards", BF16), ("one file", FP32), ("FLUX.2", BF16)], ids=str)
-def test_every_tensor_is_what_diffusers_loads(models: dict[str, Path], name: str, dtype: torch.dtype) -> None:
+def test_every_tensor_is_what_diffusers_loads(models, name, dtype):
     expected = whole(folder_of(models, name), dtype)
     torch.manual_seed(0)
     state = torch.get_rng_state()
@@ -128,7 +126,7 @@ def test_every_tensor_is_what_diffusers_loads(models: dict[str, Path], name: str
 @pytest.mark.parametrize(
     ("name", "coat"), [*(("shards", coat) for coat in COATS), ("original", "nvfp4"), ("FLUX.2", "defaults")]
 )
-def test_codes_are_those_of_a_model_loaded_whole(models: dict[str, Path], name: str, coat: str) -> None:
+def test_codes_are_those_of_a_model_loaded_whole(models, name, coat):
     folder = folder_of(models, name)
     config = COATConfig.from_dict(COATS[coat])
     model, expected = load_transformer(str(folder), BF16, config), whole(folder, BF16)
@@ -137,13 +135,13 @@ def test_codes_are_those_of_a_model_loaded_whole(models: dict[str, Path], name: 
     assert reports[0].table() == reports[1].table()
 
 
-def test_a_pattern_that_matches_nothing_is_found_before_a_weight_is_read(models, monkeypatch) -> None:
+def test_a_pattern_that_matches_nothing_is_found_before_a_weight_is_read(models, monkeypatch):
     monkeypatch.setattr(weights.Weights, "read", lambda *_: pytest.fail("read"))
     with pytest.raises(ConfigError, match="matches no linear layer"):
         load_transformer(str(models["shards"]), BF16, COATConfig.from_dict({"activation": {"exclude": ["nothing*"]}}))
 
 
-def test_memory_holds_the_codes_and_one_weight(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_holds_the_codes_and_one_weight(models, monkeypatch):
     monkeypatch.setattr(weights, "MAPPED_BYTES", 0)
     monkeypatch.setattr("coat_flux.blocks.apply.note_weight", lambda *_: None)  # takes more than these small weights
     read, maps = weights.Weights.read, []
@@ -178,7 +176,7 @@ def mapped_files(folder: Path) -> int | None:
     return sum(str(folder) in line for line in maps.read_text().splitlines()) if maps.is_file() else None
 
 
-def test_a_model_in_the_hub_s_cache(models: dict[str, Path], tmp_path: Path, monkeypatch) -> None:
+def test_a_model_in_the_hub_s_cache(models, tmp_path, monkeypatch):
     """Sharded, as the hub's client leaves it: links to blobs; nothing is asked of the network."""
     repository = tmp_path / "models--someone--flux"
     blobs, snapshot = repository / "blobs", repository / "snapshots" / "0123abcd" / "transformer"
@@ -224,7 +222,7 @@ def named(kind: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("prefix", "kind"), [("", ""), (PREFIX, "cast"), *(("", kind) for kind in KINDS[1:])])
-def test_every_layout_is_read_as_diffusers_reads_it(wide, diffusers_reader, tmp_path: Path, prefix, kind) -> None:
+def test_every_layout_is_read_as_diffusers_reads_it(wide, diffusers_reader, tmp_path, prefix, kind):
     path = named(kind, tmp_path)
     meant = write_original(wide, path, prefix=prefix, kind=kind)
     expected = diffusers_reader(dict(meant))
@@ -246,7 +244,7 @@ TITLES = {"cast": "FP8 e4m3 unscaled", "int8": "INT8", "convrot": "INT8", "nvfp4
 
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_row"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_files_numbers_are_kept_or_their_loss_is_said(wide, diffusers_reader, tmp_path: Path, kind, granularity):
+def test_a_files_numbers_are_kept_or_their_loss_is_said(wide, diffusers_reader, tmp_path, kind, granularity):
     path, lines, whole_model = named(kind, tmp_path), [], copy.deepcopy(wide).float()
     meant = diffusers_reader(write_original(whole_model, path, kind=kind))
     whole_model.load_state_dict(meant)
@@ -273,7 +271,7 @@ def test_a_files_numbers_are_kept_or_their_loss_is_said(wide, diffusers_reader, 
         assert_all_bitwise(model.state_dict(), whole_model.state_dict())
 
 
-def test_flux_dev_s_own_shapes_give_its_config() -> None:
+def test_flux_dev_s_own_shapes_give_its_config():
     d, head, mlp = 3072, 128, 12288
     shapes = {
         "img_in.weight": [d, 64],
@@ -288,7 +286,7 @@ def test_flux_dev_s_own_shapes_give_its_config() -> None:
     assert flux_config(shapes) == {**FLUX_DEV_TRANSFORMER_CONFIG, "out_channels": 64}
 
 
-def test_a_job_trains_on_a_file(mini, tmp_path: Path) -> None:
+def test_a_job_trains_on_a_file(mini, tmp_path):
     """With what the file does not hold from the model it was made of, or another that is named."""
     path = tmp_path / "flux1-dev-fp8.safetensors"
     write_original(mini, path, prefix=PREFIX, kind="scaled")
@@ -300,7 +298,7 @@ def test_a_job_trains_on_a_file(mini, tmp_path: Path) -> None:
     assert find_model(str(path), "model", str(MINI_FLUX)).elements == find_model(str(MINI_FLUX), "model").elements
 
 
-def test_check_and_plan_say_what_a_file_is_and_no_command_takes_a_bad_one(mini, tmp_path: Path, capsys) -> None:
+def test_check_and_plan_say_what_a_file_is_and_no_command_takes_a_bad_one(mini, tmp_path, capsys):
     path, job, other = tmp_path / "flux1-Q8_0.gguf", tmp_path / "job.yaml", tmp_path / "other"
     raw = engine_job("file", model=path, images=write_images(tmp_path / "photos", 1), out=tmp_path, coat={})
     raw["config"]["process"][0]["model"]["extras_name_or_path"] = str(MINI_FLUX)
@@ -368,7 +366,7 @@ SPOILED: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], Any], str]] = 
 
 
 @pytest.mark.parametrize("what", SPOILED)
-def test_a_file_that_contradicts_itself_is_told_from_its_header(mini, tmp_path: Path, what: str) -> None:
+def test_a_file_that_contradicts_itself_is_told_from_its_header(mini, tmp_path, what):
     kind, spoil, words = SPOILED[what]
     path = tmp_path / "a.safetensors"
     write_original(mini, path, kind=kind)
@@ -381,7 +379,7 @@ def test_a_file_that_contradicts_itself_is_told_from_its_header(mini, tmp_path: 
         find_model(str(path), "model")
 
 
-def test_gguf_is_told_by_its_start_and_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf_is_told_by_its_start_and_needs_its_package(tmp_path, monkeypatch):
     path = tmp_path / "flux.gguf"
     path.write_bytes(b"no")
     with pytest.raises(CheckpointError, match=r"is not a whole GGUF file .*; download it again"):
@@ -404,7 +402,7 @@ def test_gguf_is_told_by_its_start_and_needs_its_package(tmp_path: Path, monkeyp
         ({"x": (1,)}, "is an unknown model; "),
     ],
 )
-def test_other_files_are_named(tmp_path: Path, tensors, words) -> None:
+def test_other_files_are_named(tmp_path, tensors, words):
     path = tmp_path / "a.safetensors"
     save_file({name: torch.zeros(shape) for name, shape in tensors.items()}, path)
     with pytest.raises(ModelLoadError, match=r"model\.name_or_path=") as caught:
@@ -412,14 +410,14 @@ def test_other_files_are_named(tmp_path: Path, tensors, words) -> None:
     assert words in str(caught.value)
 
 
-def test_a_tensor_too_many_is_named(mini, tmp_path: Path) -> None:
+def test_a_tensor_too_many_is_named(mini, tmp_path):
     path, state = tmp_path / "a.safetensors", original_state(mini)
     save_file({**state, "img_out.weight": torch.zeros(1)}, path)
     with pytest.raises(ModelLoadError, match=r"has a tensor img_out\.weight, which FLUX\.1 does not have"):
         load_transformer(str(path), torch.bfloat16)
 
 
-def test_a_file_that_is_not_whole_is_told_from_its_header(tmp_path: Path) -> None:
+def test_a_file_that_is_not_whole_is_told_from_its_header(tmp_path):
     path = tmp_path / "a.safetensors"
     save_file({"a": torch.zeros(64)}, path)
     data = path.read_bytes()
@@ -469,7 +467,7 @@ BAD: dict[str, tuple[str, Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_what_cannot_be_loaded_is_named(models: dict[str, Path], tmp_path: Path, what: str) -> None:
+def test_what_cannot_be_loaded_is_named(models, tmp_path, what):
     name, spoil, words = BAD[what]
     folder = tmp_path / "model"
     shutil.copytree(models[name] / "transformer", folder / "transformer")

@@ -1,7 +1,5 @@
 """`coat-flux mask` with a tiny SegFormer of the real classes, random or with a fixed answer, and no network."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -82,9 +80,7 @@ def state(path: Path) -> tuple[int, int, int]:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def test_masks_come_from_alpha_or_the_model_and_a_job_reads_them(
-    photos: Path, sees_dresses: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_masks_come_from_alpha_or_the_model_and_a_job_reads_them(photos, sees_dresses, capsys):
     assert run(photos, "--model", sees_dresses) == 0
     masks = photos.parent / "photos_masks"
     assert sorted(path.name for path in masks.iterdir()) == ["cut.png", "plain.png", "sideways.png"]
@@ -105,9 +101,7 @@ def test_masks_come_from_alpha_or_the_model_and_a_job_reads_them(
     assert "mask" not in capsys.readouterr().err
 
 
-def test_nothing_is_written_over_and_what_is_there_counts_as_done(
-    photos: Path, sees_dresses: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_nothing_is_written_over_and_what_is_there_counts_as_done(photos, sees_dresses, capsys):
     masks = photos.parent / "own"
     write(masks / "plain.webp", b"mine")
     (masks / "cut.png").symlink_to("nowhere")
@@ -123,7 +117,7 @@ def test_nothing_is_written_over_and_what_is_there_counts_as_done(
     assert "0 by no/model, 3 kept" in capsys.readouterr().out
 
 
-def test_a_random_model_answers_as_transformers_computes_it(random_model: Path) -> None:
+def test_a_random_model_answers_as_transformers_computes_it(random_model):
     photo = noise((LONGEST + 200, 150), seed=5)
     parser = Parser(str(random_model), ["Hair", "Left-leg"])
     mask = np.asarray(parser.mask(photo))
@@ -140,7 +134,7 @@ def test_a_random_model_answers_as_transformers_computes_it(random_model: Path) 
     assert np.array_equal(mask, np.asarray(expected))
 
 
-def test_labels_of_garments_are_the_default(random_model: Path, tmp_path: Path) -> None:
+def test_labels_of_garments_are_the_default(random_model, tmp_path):
     assert Parser(str(random_model)).labels == ("Upper-clothes", "Dress")
     # of mattmdjaga/segformer_b2_clothes
     atr = "Background Hat Hair Sunglasses Upper-clothes Skirt Pants Dress Belt Left-shoe Right-shoe Face Left-leg"
@@ -150,7 +144,7 @@ def test_labels_of_garments_are_the_default(random_model: Path, tmp_path: Path) 
     assert parser.labels == tuple(label for label in atr.split() if label not in others)
 
 
-def test_a_photo_without_a_garment_gets_no_mask(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_photo_without_a_garment_gets_no_mask(photos, tmp_path, capsys):
     sees_hair = make_model(tmp_path / "hair", "Hair")
     assert run(photos, "--model", sees_hair) == 0
     assert [path.name for path in (tmp_path / "photos_masks").iterdir()] == ["cut.png"]
@@ -170,13 +164,13 @@ def test_a_photo_without_a_garment_gets_no_mask(photos: Path, tmp_path: Path, ca
         (("--sheet", "a.what"), "cannot be written"),
     ],
 )
-def test_what_cannot_work_is_one_error(photos, sees_dresses, arguments, says, capsys) -> None:
+def test_what_cannot_work_is_one_error(photos, sees_dresses, arguments, says, capsys):
     assert run(photos, *([] if "--model" in arguments else ["--model", sees_dresses]), *arguments) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
     assert line.startswith(f"error: {' '.join(arguments)}: {says}")
 
 
-def test_odd_files_and_folders(photos: Path, sees_dresses: Path, capsys: pytest.CaptureFixture) -> None:
+def test_odd_files_and_folders(photos, sees_dresses, capsys):
     write(photos / "broken.png", b"no image")
     write(photos / "more" / "plain.jpg", jpeg(seed=9))  # masks go by names
     assert run(photos, "--model", sees_dresses) == 2
@@ -190,7 +184,7 @@ def test_odd_files_and_folders(photos: Path, sees_dresses: Path, capsys: pytest.
     assert run(photos, "--out", photos / "cut.png") == 2
 
 
-def test_a_model_without_a_garments_label_says_which_it_has(tmp_path: Path) -> None:
+def test_a_model_without_a_garments_label_says_which_it_has(tmp_path):
     rooms = make_model(tmp_path / "rooms", labels=("wall", "floor"))
     with pytest.raises(ModelError, match=r"no label is a garment's; write --labels with some of .*wall"):
         Parser(str(rooms))

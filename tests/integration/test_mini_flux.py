@@ -1,7 +1,5 @@
 """The shipped mini-FLUX: small, whole, and it draws what its prompt says."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

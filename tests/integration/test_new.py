@@ -1,7 +1,5 @@
 """`coat-flux new`: what it writes passes `check`, fits the card or says that nothing does, and never overwrites."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys
@@ -65,7 +63,7 @@ def test_writes_what_check_accepts(folder, tmp_path, capsys, monkeypatch, gb, or
     assert [item.line() for item in check_job_file(out)] == []
 
 
-def test_never_overwrites(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_never_overwrites(folder, tmp_path, capsys):
     out = tmp_path / "mine.yaml"
     out.write_text("mine", encoding="utf-8")
     assert main(["new", str(folder), "--gpu", "24", "--out", str(out)]) == 2
@@ -91,14 +89,14 @@ def test_refusals(tmp_path, monkeypatch, capsys, arguments, said):
     assert list(tmp_path.iterdir()) == [tmp_path / "photos"]
 
 
-def test_made_up_words() -> None:
+def test_made_up_words():
     assert made_up_word("dungarees") == "dngrs"
     words = [made_up_word(name) for name in ("a", "été", "裙子", "")]
     assert all(len(word) == 4 and word.isascii() for word in words)
     assert made_up_word("裙子") == made_up_word("裙子") != made_up_word("帽子")
 
 
-def test_a_made_up_word_is_in_no_caption() -> None:
+def test_a_made_up_word_is_in_no_caption():
     assert made_up_word("dungarees", ["a Dngrs on a chair"]).startswith("dngrs")
     assert len(made_up_word("dungarees", ["a Dngrs on a chair"])) == 6
 
@@ -191,7 +189,7 @@ sys.exit(main(["data", "bag"]))
 
 
 @pytest.mark.parametrize("reader", ["with", "without"])
-def test_heic_is_read_with_pillow_heif_and_named_without(plain: Path, reader: str) -> None:
+def test_heic_is_read_with_pillow_heif_and_named_without(plain, reader):
     heif: Any = pytest.importorskip("pillow_heif")
     heif.register_heif_opener()
     with Image.open(plain / "0.jpg") as photo:
@@ -211,7 +209,7 @@ def test_heic_is_read_with_pillow_heif_and_named_without(plain: Path, reader: st
         assert "pip install pillow-heif" in done.stderr
 
 
-def test_without_photos_check_asks_for_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_photos_check_asks_for_them(tmp_path, capsys):
     out = tmp_path / "empty.yaml"
     assert main(["new", "--gpu", "16", "--trigger", "zxq", "--name", "skirt", "--out", str(out)]) == 0
     assert f"Put your photos' folder in place of {PLACEHOLDER}" in capsys.readouterr().out

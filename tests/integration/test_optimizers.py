@@ -1,7 +1,5 @@
 """Optimizers of other packages in the stand-alone trainer: ai-toolkit's arithmetic, resume to the bit, refusals."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect
@@ -45,7 +43,7 @@ def job(name: str, place: dict[str, Path], optimizer: str, **train: Any) -> dict
     return engine_job(name, **place, train={**settings, "optimizer": optimizer}, network=FEW_LINEARS)
 
 
-def test_prodigy_trains_and_resumes_to_the_bit(place: dict[str, Path]) -> None:
+def test_prodigy_trains_and_resumes_to_the_bit(place):
     """It is the hard one: what it learns stands among the hyper-parameters, which a resume takes from the YAML."""
     need("prodigy")
     settings = job("prodigy", place, "prodigy", steps=3)
@@ -63,7 +61,7 @@ def test_prodigy_trains_and_resumes_to_the_bit(place: dict[str, Path]) -> None:
     assert group["d"] > rates[-1]
 
 
-def test_adafactor_trains_and_its_state_is_not_anothers(place: dict[str, Path]) -> None:
+def test_adafactor_trains_and_its_state_is_not_anothers(place):
     seen: list[Any] = []
     final = COATTrainer(job("changed", place, "adafactor", steps=1), observer=seen.append).train()
     assert any(up.any() for name, up in load_file(final).items() if ".lora_B." in name)
@@ -85,7 +83,7 @@ def do_steps(made: torch.optim.Optimizer, grads: list[list[torch.Tensor]]) -> No
 
 
 @pytest.mark.parametrize("optimizer", OTHERS)
-def test_a_saved_state_goes_on_to_the_bit(tmp_path: Path, optimizer: str) -> None:
+def test_a_saved_state_goes_on_to_the_bit(tmp_path, optimizer):
     need(optimizer)
     start = [torch.randn(4, 32), torch.zeros(48, 4)]
     grads = [[torch.randn_like(p) for p in start] for _ in range(4)]
@@ -106,7 +104,7 @@ def test_a_saved_state_goes_on_to_the_bit(tmp_path: Path, optimizer: str) -> Non
 
 
 @pytest.mark.parametrize("optimizer", OTHERS)
-def test_parameters_are_the_classes(place: dict[str, Path], optimizer: str) -> None:
+def test_parameters_are_the_classes(place, optimizer):
     need(optimizer)
     module, cls, _ = CLASSES[optimizer]
     taken = set(inspect.signature(getattr(importlib.import_module(module), cls)).parameters)
@@ -130,16 +128,14 @@ def test_parameters_are_the_classes(place: dict[str, Path], optimizer: str) -> N
         ("lion", {"eps": 1e-8}, "optimizer_params.eps: unknown key; known here: betas, decoupled_weight_decay"),
     ],
 )
-def test_wrong_parameters(place: dict[str, Path], optimizer: str, params: dict[str, Any], said: str) -> None:
+def test_wrong_parameters(place, optimizer, params, said):
     need(optimizer)
     found = check_job_dict(job("wrong", place, optimizer, optimizer_params=params, lr=1e-3))
     assert said in next(item.line() for item in found if item.severity == "error")
 
 
 @pytest.mark.parametrize(("optimizer", "package"), [("prodigy", "prodigyopt"), ("lion", "lion-pytorch")])
-def test_missing_package_is_told_before_the_model(
-    place: dict[str, Path], monkeypatch: pytest.MonkeyPatch, optimizer: str, package: str
-) -> None:
+def test_missing_package_is_told_before_the_model(place, monkeypatch, optimizer, package):
     find = importlib.util.find_spec
     hidden = CLASSES[optimizer][0]
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == hidden else find(name, *rest))
@@ -170,7 +166,7 @@ torch.save(wanted, sys.argv[2])
 
 
 @pytest.mark.aitk
-def test_same_steps_as_ai_toolkits(tmp_path: Path) -> None:
+def test_same_steps_as_ai_toolkits(tmp_path):
     """The host's `get_optimizer`, its own Adafactor among them, against ours on the same numbers."""
     found = {name: importlib.util.find_spec(CLASSES[name][0].split(".")[0]) for name in OTHERS}
     names = [name for name, spec in found.items() if spec is not None]

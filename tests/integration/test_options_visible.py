@@ -1,7 +1,5 @@
 """Every row of the `coat:` block changes something in the tensors of a training step: YAML in, tensors out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -171,22 +169,22 @@ CHOSEN = {"activation.min_sqnr_db"}  # in a run's second step: test_watched_runs
 
 
 @pytest.mark.parametrize("text", CASES)
-def test_options_are_visible_in_the_tensors(text: str) -> None:
+def test_options_are_visible_in_the_tensors(text):
     for key, shown in CASES[text].items():
         assert {name: PROBES[name](run(text)) for name in shown} == shown, key
 
 
-def test_every_option_has_a_case() -> None:
+def test_every_option_has_a_case():
     cases = {key for shown in CASES.values() for key in shown}
     assert cases | OPTIMIZER | SEPARATE | SPEED | RELIABILITY | CHOSEN == set(BY_KEY)
 
 
-def test_the_number_of_linears_is_what_the_cases_count_on() -> None:
+def test_the_number_of_linears_is_what_the_cases_count_on():
     assert len(run(coat()).report.converted) == N_LINEARS
     assert N_LINEARS - len(run(coat()).report.why) == N_GEMMS
 
 
-def test_numerical_options_change_the_gradients() -> None:
+def test_numerical_options_change_the_gradients():
     """Each of them rounds something else, so no two runs agree."""
     name, runs = f"{LAYER}.lora_A.weight", [text for text in CASES if "budget" not in text]
     runs.remove(coat(activation="use_fp8: false", flow="fused"))  # which is that of the generic flow

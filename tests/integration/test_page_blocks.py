@@ -1,7 +1,5 @@
 """Every code block of the pages is run, loaded or parsed, in English and Chinese; so is code inside sentences."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import runpy
@@ -70,7 +68,7 @@ def workplace(place: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if _blocks(page, "python")])
-def test_python_runs(page: str, workplace: dict[str, Any]) -> None:
+def test_python_runs(page, workplace):
     names = dict(workplace)
     for block in _blocks(page, "python"):
         for written, small in SMALLER.items():
@@ -79,7 +77,7 @@ def test_python_runs(page: str, workplace: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if _blocks(page, "yaml")])
-def test_yaml_is_a_fragment_of_a_job(page: str, place: dict[str, Path]) -> None:
+def test_yaml_is_a_fragment_of_a_job(page, place):
     for block in _blocks(page, "yaml"):
         job = engine_job("mine", **place, coat={})
         job["config"]["process"][0] |= parse(block, page)
@@ -87,7 +85,7 @@ def test_yaml_is_a_fragment_of_a_job(page: str, place: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_options_in_sentences_are_coats(page: str) -> None:
+def test_options_in_sentences_are_coats(page):
     for key, value in re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)*): ([^`]+)`", PAGES[page]):
         path = key.removeprefix("coat.")
         options = [path] if path in BY_KEY else [option for option in BY_KEY if option.endswith(f".{path}")]
@@ -99,7 +97,7 @@ def test_options_in_sentences_are_coats(page: str) -> None:
 
 
 @pytest.mark.parametrize("command", _commands())
-def test_a_command_has_its_options(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_has_its_options(command, monkeypatch):
     words = shlex.split(command)
     if "coat_flux.cli" in words:
         at = words.index("coat_flux.cli") - 1

@@ -1,7 +1,5 @@
 """The figures of the READMEs and the pages are those that `coat-flux plan` has today."""
 
-from __future__ import annotations
-
 import functools
 import re
 from dataclasses import replace
@@ -49,7 +47,7 @@ def page(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", READMES)
-def test_the_table_of_configs_has_what_plan_predicts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_configs_has_what_plan_predicts(name, monkeypatch):
     monkeypatch.chdir(ROOT)
     rows = ROW.findall(page(name))
     assert {config for config, *_ in rows} == {path.stem for path in (ROOT / "configs").glob("flux_*.yaml")} - {
@@ -87,7 +85,7 @@ SENTENCES = [
 
 
 @pytest.mark.parametrize(("name", "sentence"), SENTENCES)
-def test_sentences_have_what_plan_predicts(name: str, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sentences_have_what_plan_predicts(name, sentence, monkeypatch):
     monkeypatch.chdir(ROOT)
     plans = {
         "coat": planned("flux_clothing_coat", 24),
@@ -107,7 +105,7 @@ def test_sentences_have_what_plan_predicts(name: str, sentence: str, monkeypatch
 
 
 @pytest.mark.parametrize("name", READMES)
-def test_the_download_is_the_model_s_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_download_is_the_model_s_parts(name, monkeypatch):
     monkeypatch.chdir(ROOT)
     elements = facts_of("flux_clothing_coat").model.elements
     parts = [2 * elements[part] / 1e9 for part in ("transformer", "text_encoder_2", "text_encoder", "vae")]

@@ -1,7 +1,5 @@
 """Our pages in a real browser, at the width of a phone and of a desk, light and dark: nothing clipped, all readable."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -149,7 +147,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_pages_fit_their_window_and_can_be_read(scheme: str, pages: dict[str, str], tmp_path: Path) -> None:
+def test_pages_fit_their_window_and_can_be_read(scheme, pages, tmp_path):
     layouts = inspect_pages(pages, scheme, tmp_path / "browser")
     assert set(layouts) == {f"{name} {width}" for name in pages for width in WIDTHS}
     for name, layout in layouts.items():

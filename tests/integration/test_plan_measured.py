@@ -4,11 +4,8 @@ The configurations differ in width, head size, rank, batch, group size, flow and
 fitted to them, or to any measurement.
 """
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,7 +127,7 @@ def assert_keeps_what_is_predicted(model: nn.Module, coat: COATConfig, tokens: T
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_saved_activations_are_as_predicted(name: str) -> None:
+def test_saved_activations_are_as_predicted(name):
     block, sizes, tokens = CASES[name]
     coat = COATConfig.from_dict(block)
     assert_keeps_what_is_predicted(flux_model(coat, *sizes), coat, tokens)
@@ -188,7 +185,7 @@ FULL = {"memory": {"checkpointing": "all"}, "activation": {"flow": "generic"}}
     ids=["updated in backward", "all gradients first", "on a CPU"],
 )
 @pytest.mark.usefixtures("meta_as_gpu")
-def test_bytes_of_full_fine_tuning_are_as_predicted(device: str, frees: bool) -> None:
+def test_bytes_of_full_fine_tuning_are_as_predicted(device, frees):
     """A step at FLUX.1's width: weights, codes, moments, the largest gradient or all, and saved activations."""
     coat, tokens = COATConfig.from_dict(FULL), Tokens(1, 64, 192) if device == "cpu" else Tokens(1, 512, 2304)
     with torch.device(device):
@@ -311,7 +308,7 @@ def flows_of(model: nn.Module) -> set[str]:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_shipped_config_does_what_is_said_of_it(config: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_shipped_config_does_what_is_said_of_it(config, caplog):
     job = JobConfig.load(config)
     facts = JobFacts(job)
     tokens = Tokens(facts.tokens.batch, 32, 64)

@@ -1,7 +1,5 @@
 """`plan` for models of many families: bytes against counted ones, where configs come from, and what it assumes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -33,14 +31,14 @@ def assert_as_counted(row: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("arch", COUNTED)
-def test_bytes_are_those_counted(arch: str, tmp_path: Path) -> None:
+def test_bytes_are_those_counted(arch, tmp_path):
     row = measure(arch, tmp_path / "model")
     assert_as_counted(row)
     assert ["taken to be diffusers'" in line for line in row["assumed"]] == [True] * (arch == "chroma")
 
 
 @pytest.mark.aitk
-def test_bases_that_ai_toolkit_quantizes() -> None:
+def test_bases_that_ai_toolkit_quantizes():
     arguments = [word for qtype in QTYPES for word in ("--qtype", qtype)]
     done = subprocess.run(
         [os.environ["AI_TOOLKIT_PYTHON"], "-m", "tests.helpers.plan_models", "qwen_image", *arguments],
@@ -63,7 +61,7 @@ def facts_of(arch: str, folder: Path, **model: Any) -> JobFacts:
     return JobFacts(job_for_plan(raw))
 
 
-def test_a_model_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_in_the_hubs_cache(tmp_path, monkeypatch):
     repository = tmp_path / "models--someone--zimage"
     folder, _, _ = folder_of("zimage", repository / "snapshots" / "abc")
     (repository / "refs").mkdir()
@@ -74,7 +72,7 @@ def test_a_model_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         find_model("someone/other", "model")
 
 
-def test_of_two_transformers_one_saves_and_both_are_held(tmp_path: Path) -> None:
+def test_of_two_transformers_one_saves_and_both_are_held(tmp_path):
     folder, _, _ = folder_of("wan21", tmp_path / "model")
     one = facts_of("wan21", folder)
     (folder / "transformer_2").mkdir()
@@ -88,9 +86,7 @@ def test_of_two_transformers_one_saves_and_both_are_held(tmp_path: Path) -> None
     assert len(both.blocks) == 2 * len(one.blocks)
 
 
-def test_what_does_not_run_without_weights_is_assumed_and_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_run_without_weights_is_assumed_and_named(tmp_path, monkeypatch):
     folder, _, _ = folder_of("cogview4", tmp_path / "model")
     assert {type(block) for block in facts_of("cogview4", folder).blocks} == {CountedBlock}
 
@@ -107,7 +103,7 @@ def test_what_does_not_run_without_weights_is_assumed_and_named(
         assert any(line.startswith(kind) for line in predict(facts).assumptions), kind
 
 
-def test_the_command_takes_a_job_of_ai_toolkit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_takes_a_job_of_ai_toolkit(tmp_path, capsys):
     folder, _, _ = folder_of("wan21", tmp_path / "model")
     raw = job_of("wan21", folder, "uint4", "auto")
     raw["config"]["process"][0]["train"]["noise_scheduler"] = "ddpm"

@@ -1,7 +1,5 @@
 """Kernels of a block are proved before it runs: what is wrong is replaced, and verdicts are kept."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,7 +89,7 @@ def doubled(results: Any) -> Any:
 class TestABlock:
     pytestmark = interpreted
 
-    def test_right_kernels_are_proved_once(self, proofs: list[set[str]]) -> None:
+    def test_right_kernels_are_proved_once(self, proofs):
         prove_double_block()
         (operators,) = proofs
         assert {"norm_modulate_quantize", "qkv_rope_backward", "lora_up_gradients", "mlp_activation_down"} <= operators
@@ -99,9 +97,7 @@ class TestABlock:
         prove_double_block()
         assert len(proofs) == 1  # another start reads the verdicts
 
-    def test_a_wrong_kernel_is_replaced_alone_and_stays_so(
-        self, proofs: list[set[str]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_wrong_kernel_is_replaced_alone_and_stays_so(self, proofs, monkeypatch, caplog):
         launches = break_kernel("qkv_rope", doubled, monkeypatch)
         prove_double_block()
         assert [*dispatch.replaced] == ["coat::qkv_rope"]
@@ -113,17 +109,13 @@ class TestABlock:
         assert [*dispatch.replaced] == ["coat::qkv_rope"]
         assert len(launches) == tried
 
-    def test_what_only_gradients_show_is_found_and_replaced(
-        self, proofs: list[set[str]], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_what_only_gradients_show_is_found_and_replaced(self, proofs, monkeypatch):
         monkeypatch.setattr(proof, "fault", lambda call, device: "")
         break_kernel("norm_modulate_quantize", doubled, monkeypatch)
         prove_double_block()
         assert dispatch.replaced == {"coat::norm_modulate_quantize": "the gradients of a block are wrong with it"}
 
-    def test_without_memory_nothing_is_kept_of_a_proof(
-        self, proofs: list[set[str]], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_without_memory_nothing_is_kept_of_a_proof(self, proofs, monkeypatch):
         def out_of_memory(*_: Any) -> None:
             raise torch.OutOfMemoryError
 
@@ -144,15 +136,13 @@ class TestARun:
         monkeypatch.setattr(proving, "prove_block", lambda block, *_: blocks.append(type(block).__name__))
         return blocks
 
-    def test_each_class_of_block_is_proved_before_it_runs_and_the_optimizer_at_its_step(
-        self, proved: list[str]
-    ) -> None:
+    def test_each_class_of_block_is_proved_before_it_runs_and_the_optimizer_at_its_step(self, proved):
         for flow in ("fused", "generic"):
             Run(f"activation: {{flow: {flow}}}")
         assert proved == 2 * ["FluxTransformerBlock", "FluxSingleTransformerBlock"]
         assert [*dispatch.instead] == [proof.ADAMW]
 
-    def test_its_proofs_share_a_minute(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_its_proofs_share_a_minute(self, monkeypatch):
         now, budgets = iter(range(0, 1000, 45)), []
         monkeypatch.setattr(proving, "time", SimpleNamespace(monotonic=lambda: next(now)))
         monkeypatch.setattr(proving, "prove", lambda *_, budget_s: budgets.append(budget_s))
@@ -169,9 +159,7 @@ class TestARun:
             ("all, kernels_left_out: [qkv_rope]", "Triton, PyTorch reference for qkv_rope", "qkv_rope: as configured"),
         ],
     )
-    def test_the_option_chooses_kernels_without_a_proof(
-        self, text: str, got: str, why: str, proved: list[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_option_chooses_kernels_without_a_proof(self, text, got, why, proved, monkeypatch):
         for probe in ("triton_obstacle", "fp8_gemm_obstacle"):
             monkeypatch.setattr(f"coat_flux.blocks.report.{probe}", lambda *_: None)
         try:

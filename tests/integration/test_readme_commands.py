@@ -5,8 +5,6 @@ A wheel is built from the sources and unpacked; it holds the code of this checko
 `scripts/test_versions.py` runs this file in new environments, too, made as the READMEs say.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -122,7 +120,7 @@ def _code(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.py")}
 
 
-def test_a_wheel_holds_the_code_configs_photos_and_the_mini_flux(installed: Path) -> None:
+def test_a_wheel_holds_the_code_configs_photos_and_the_mini_flux(installed):
     package = installed / "coat_flux"
     assert _code(installed / "coat_core") == _code(ROOT / "coat_core")
     assert _code(package) == _code(ROOT / "extensions" / "coat_flux")
@@ -135,7 +133,7 @@ def test_a_wheel_holds_the_code_configs_photos_and_the_mini_flux(installed: Path
         assert _files(package / folder) == _files(ROOT / "extensions" / "coat_flux" / folder)
 
 
-def test_the_chinese_pages_have_the_same_commands() -> None:
+def test_the_chinese_pages_have_the_same_commands():
     pairs = [(ROOT / READMES[0], ROOT / READMES[1])]
     pairs += [(ROOT / "docs" / page.name, page) for page in (ROOT / "docs" / "zh").glob("*.md")]
     assert len(pairs) > 3

@@ -1,7 +1,5 @@
 """The check can fail: on the mini-FLUX `verify` calls a bad setting not lossless, and does not call COAT so."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`verify` end to end on the embedded model: paired runs, verdict, page, an interruption, refusals; and a `sweep`."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re
@@ -50,7 +48,7 @@ def verdict(place: dict[str, Path]) -> Verdict:
     return verify(opened(place), seeds=2)
 
 
-def test_runs_are_ordinary_runs_on_the_photos_that_are_left(verdict: Verdict, place: dict[str, Path]) -> None:
+def test_runs_are_ordinary_runs_on_the_photos_that_are_left(verdict, place):
     folder = place["out"] / "mine_verify"
     assert [run.name for run in verdict.runs] == ["bf16_seed7", "coat_seed7", "bf16_seed8", "coat_seed8"]
     assert not (place["out"] / "mine").exists()
@@ -63,7 +61,7 @@ def test_runs_are_ordinary_runs_on_the_photos_that_are_left(verdict: Verdict, pl
         assert run.steps_per_s > 0
 
 
-def test_pairs_are_twins_whose_losses_fall(verdict: Verdict) -> None:
+def test_pairs_are_twins_whose_losses_fall(verdict):
     def first_loss(name: str) -> float:
         with (verdict.study.folder / name / "coat" / "metrics.csv").open(encoding="utf-8") as file:
             return float(next(csv.DictReader(file))["loss"])
@@ -81,7 +79,7 @@ def test_pairs_are_twins_whose_losses_fall(verdict: Verdict) -> None:
         assert final == pytest.approx(run.final_own, rel=1e-3 if run.arm == "bf16" else 0.02)
 
 
-def test_an_interrupted_run_ends_as_one_that_was_not(verdict: Verdict, place: dict[str, Path]) -> None:
+def test_an_interrupted_run_ends_as_one_that_was_not(verdict, place):
     whole, resumed = opened(place, "whole").train_arm("bf16", BF16, SEED), verdict.runs[0]
     assert whole.curve == resumed.curve
     left, right = load_file(whole.lora), load_file(resumed.lora)
@@ -89,7 +87,7 @@ def test_an_interrupted_run_ends_as_one_that_was_not(verdict: Verdict, place: di
         assert_bitwise(left[name], right[name])
 
 
-def test_json_and_page_hold_the_verdict(verdict: Verdict) -> None:
+def test_json_and_page_hold_the_verdict(verdict):
     content = json.loads((verdict.study.folder / "verdict.json").read_text(encoding="utf-8"))
     assert content["outcome"] == verdict.judgement.outcome
     assert content["sentence"] == verdict.judgement.sentence
@@ -163,9 +161,7 @@ def test_command_says_the_sentence_and_its_exit_code(verdict, place, tmp_path, c
     assert "--seeds 1" in capsys.readouterr().err
 
 
-def test_a_trial_of_the_real_trainer_is_ranked(
-    place: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trial_of_the_real_trainer_is_ranked(place, tmp_path, capsys):
     path = tmp_path / "mine.yaml"
     job = engine_job("mine", **place, train={"steps": 9, "batch_size": 4})
     path.write_text(yaml.safe_dump(job), encoding="utf-8")

@@ -1,7 +1,5 @@
 """Precision by layer and memory by phase in whole runs of both trainers; one layer has a planted outlier."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
@@ -87,7 +85,7 @@ def whole(place: dict[str, Path]) -> Path:
     return train("whole", place, 3)
 
 
-def test_every_kind_is_measured_and_what_is_planted_is_the_worst(whole: Path) -> None:
+def test_every_kind_is_measured_and_what_is_planted_is_the_worst(whole):
     rows = [row for row in rows_of(whole) if row.step < 3]
     counts = {kind: sum(row.kind == kind for row in rows) for kind in ("weight", "input", "gradient", "saved")}
     assert counts == {"weight": 40, "input": 34, "gradient": 34, "saved": 4}
@@ -103,7 +101,7 @@ def test_every_kind_is_measured_and_what_is_planted_is_the_worst(whole: Path) ->
     assert standing_out(layers) == [PLANTED]
 
 
-def test_the_report_of_a_run_has_all_of_it(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_of_a_run_has_all_of_it(whole, capsys):
     assert main(["report", str(whole)]) == 0
     page = whole / "coat" / "report.html"
     assert capsys.readouterr().out == f"wrote {page}\n"
@@ -116,9 +114,7 @@ def test_the_report_of_a_run_has_all_of_it(whole: Path, capsys: pytest.CaptureFi
     assert "cannot be shown" not in text
 
 
-def test_layers_below_the_minimum_multiply_in_bf16_and_a_resume_keeps_them(
-    place: dict[str, Path], whole: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_layers_below_the_minimum_multiply_in_bf16_and_a_resume_keeps_them(place, whole, capsys):
     chosen = f"coat.activation.min_sqnr_db=20: 1 of 34 layers multiply in bf16 from here on: {PLANTED} ("
     assert chosen in (whole / "coat" / "log.txt").read_text(encoding="utf-8")
     assert inputs(whole, 2).keys() - inputs(whole, 3).keys() == {PLANTED}
@@ -135,9 +131,7 @@ def test_layers_below_the_minimum_multiply_in_bf16_and_a_resume_keeps_them(
     assert re.search(row, resumed)
 
 
-def test_ai_toolkit_writes_the_same_files_and_keeps_layers_below_the_minimum_out(
-    host: Host, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ai_toolkit_writes_the_same_files_and_keeps_layers_below_the_minimum_out(host, capsys):
     for steps, words in ((2, "=100: 4 of 4 layers multiply in bf16 from here on"), (3, ": 4 layers multiply in bf16")):
         coat = {"activation": {"min_sqnr_db": 100.0}}
         host.run(model=COAT_ENTRY["model"], train={**COAT_ENTRY["train"], "steps": steps}, coat=coat)
@@ -168,7 +162,7 @@ def read(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "memory.json").read_text(encoding="utf-8"))
 
 
-def test_engine_run(place: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_engine_run(place, capsys):
     train = {"disable_sampling": False, "ema_config": {"use_ema": True}, "batch_size": 4}
     job = engine_job("sized", **place, coat={}, train=train, save={"save_every": 2}, sample={"sample_every": 2})
     final = COATTrainer(job).train()
@@ -201,7 +195,7 @@ def test_engine_run(place: dict[str, Path], capsys: pytest.CaptureFixture[str]) 
     assert "prediction: peak" in log
 
 
-def test_run_that_fails_leaves_its_phases(place: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_that_fails_leaves_its_phases(place, monkeypatch):
     def fail(*_: Any) -> None:
         raise MemoryError("out of memory")
 
@@ -215,7 +209,7 @@ def test_run_that_fails_leaves_its_phases(place: dict[str, Path], monkeypatch: p
     assert record["prediction"] is None
 
 
-def test_process_in_ai_toolkit(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_process_in_ai_toolkit(host, capsys):
     train = {**COAT_ENTRY["train"], "timestep_type": "next_sample"}  # ai-toolkit's own: the plan does not know it
     process = host.start() and host.run(**{**COAT_ENTRY, "train": train})
     out = capsys.readouterr().out
@@ -237,13 +231,13 @@ def test_process_in_ai_toolkit(host: Host, capsys: pytest.CaptureFixture[str]) -
     assert process.step_num == 3
 
 
-def test_disabled_process_has_no_report(host: Host) -> None:
+def test_disabled_process_has_no_report(host):
     host.start()
     host.run(coat={"enabled": False})
     assert not (host.save_folder / "coat").exists()
 
 
-def test_prediction_is_for_the_device_that_trained(place: dict[str, Path], tmp_path: Path) -> None:
+def test_prediction_is_for_the_device_that_trained(place, tmp_path):
     raw = engine_job("anywhere", **place, coat={})
     raw["config"]["process"][0]["device"] = None
     job = JobConfig.from_dict(raw)

@@ -1,7 +1,5 @@
 """Fixtures for kernels: results that begin as NaN, between zones that no kernel may write to."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 

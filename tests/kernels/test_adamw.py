@@ -1,7 +1,5 @@
 """The FP8 AdamW step of many tensors: the kernel against the reference, over what may be asked for."""
 
-from __future__ import annotations
-
 import math
 from contextlib import suppress
 from typing import Any
@@ -167,14 +165,14 @@ LONG = [(5,), (40, 5), (), (1100,)]
     ],
     ids=str,
 )
-def test_kernel_follows_the_reference(options: dict[str, Any], device: torch.device) -> None:
+def test_kernel_follows_the_reference(options, device):
     """In formats, blocks of any size, parameters that are rounded once, constants of the expansion, and draws."""
     run_both(device, **{"shapes": FEW, **options})
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize("device", ["cpu"])  # so that it is left out where Triton does not interpret
-def test_without_expansion_moments_have_the_references_bits_on_a_cpu(device: str) -> None:
+def test_without_expansion_moments_have_the_references_bits_on_a_cpu(device):
     """In blocks of 128, where torch's vector loops have no rest; on a GPU torch itself rounds otherwise."""
     import triton
 
@@ -209,7 +207,7 @@ def _zeros_and_extremes(grads: list[Tensor]) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("spoil", [_nan_and_inf, _zeros_and_extremes])
-def test_kernel_on_special_gradients(spoil: Any, stored: dict[str, Any], device: torch.device) -> None:
+def test_kernel_on_special_gradients(spoil, stored, device):
     ours, theirs = run_both(device, spoil=spoil, **stored)
     for mine, other in zip(*(adamw.read_moments(*x.moments, slice(None)) for x in (ours, theirs)), strict=True):
         assert torch.equal(mine.isnan().cpu(), other.isnan())
@@ -219,7 +217,7 @@ def test_kernel_on_special_gradients(spoil: Any, stored: dict[str, Any], device:
 
 @pytest.mark.triton
 @pytest.mark.parametrize("formats", [("e4m3", "e4m3"), INTEGERS], ids=str)
-def test_many_steps_are_as_accurate_as_the_reference(formats: tuple[str, str], device: torch.device) -> None:
+def test_many_steps_are_as_accurate_as_the_reference(formats, device):
     """The bits part (a block's grid hangs on its smallest value), the distance to unquantized moments does not."""
     shapes = [(32, 40)]
     kinds = (formats, formats, (None, None))
@@ -234,7 +232,7 @@ def test_many_steps_are_as_accurate_as_the_reference(formats: tuple[str, str], d
 
 
 @pytest.mark.triton
-def test_kernel_writes_tensors_that_are_not_contiguous(device: torch.device) -> None:
+def test_kernel_writes_tensors_that_are_not_contiguous(device):
     ours, theirs = (Problem(device, shapes=[(40, 24), (7,)]) for _ in range(2))
     grads = theirs.grads(2)
     ours.params[0] = ours.params[0].t().contiguous().t()
@@ -245,7 +243,7 @@ def test_kernel_writes_tensors_that_are_not_contiguous(device: torch.device) -> 
 
 
 @pytest.mark.triton
-def test_a_table_of_scalars_has_the_effect_of_the_scalars(device: torch.device) -> None:
+def test_a_table_of_scalars_has_the_effect_of_the_scalars(device):
     """Each tensor at a step of its own, numbers on the device."""
     steps = [1.0, 7.0, 3000.0]
     shapes = [(40,), (300,), (128, 3)]
@@ -268,7 +266,7 @@ def test_a_table_of_scalars_has_the_effect_of_the_scalars(device: torch.device) 
 
 @pytest.mark.triton
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_kernel_rounds_stochastically_as_the_reference(dtype: torch.dtype, device: torch.device) -> None:
+def test_kernel_rounds_stochastically_as_the_reference(dtype, device):
     """Up and down from one value between two neighbours; how often: tests/optim/test_state.py."""
     shape, draws = {"dtype": dtype, "shapes": [(20_000,)]}, torch.tensor([[12345, 1, 0]], dtype=torch.int32)
     problem, twin = (Problem(place, (None, None), **shape) for place in (device, torch.device("cpu")))
@@ -279,7 +277,7 @@ def test_kernel_rounds_stochastically_as_the_reference(dtype: torch.dtype, devic
     assert len(problem.params[0].unique()) == 2
 
 
-def test_operator_passes_opcheck_and_changes_what_it_says() -> None:
+def test_operator_passes_opcheck_and_changes_what_it_says():
     problem = Problem(torch.device("cpu"), ("e4m3", "e5m2"), shapes=[(40,), (3, 50)])
     hyper, draws = list(hyper_of_step(LR, 1, BETAS, EPS, DECAY)), torch.zeros((2, 3), dtype=torch.int32)
     m, v = problem.moments
@@ -294,7 +292,7 @@ def test_operator_passes_opcheck_and_changes_what_it_says() -> None:
 
 @pytest.mark.triton
 @pytest.mark.parametrize("formats", [("e4m3", "e5m2"), (None, None)])
-def test_a_row_of_nan_skips_its_tensor(formats: tuple[str | None, str | None], device: torch.device) -> None:
+def test_a_row_of_nan_skips_its_tensor(formats, device):
     """The reference: tests/optim/test_capturable.py."""
     shapes = [(40,), (300,), (128, 3)]
     before, after = (Problem(device, formats, shapes=shapes) for _ in range(2))
@@ -316,9 +314,7 @@ def test_a_row_of_nan_skips_its_tensor(formats: tuple[str | None, str | None], d
 
 
 @pytest.mark.triton
-def test_tensors_one_by_one_have_the_bits_of_one_launch_and_equal_sizes_share_a_table(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_one_by_one_have_the_bits_of_one_launch_and_equal_sizes_share_a_table(device, monkeypatch):
     from coat_core.ops import adamw_kernel as kernels
     from coat_core.ops import launch as tables
 
@@ -349,7 +345,7 @@ def test_tensors_one_by_one_have_the_bits_of_one_launch_and_equal_sizes_share_a_
 
 
 @pytest.mark.triton
-def test_tables_are_uploaded_when_they_change_and_forgotten_in_time(device: torch.device) -> None:
+def test_tables_are_uploaded_when_they_change_and_forgotten_in_time(device):
     from coat_core.ops import launch as tables
 
     made: list[int] = []

@@ -1,7 +1,5 @@
 """Attention in two halves: torch's own bits when fed its own tensors, FP8 round trips at the stated floor."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -94,9 +92,7 @@ def masks(device: torch.device) -> dict[str, Tensor]:
         *((name, 32, torch.bfloat16) for name in masks(torch.device("cpu"))),
     ],
 )
-def test_fed_the_originals_it_is_torchs(
-    mask: str | None, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> None:
+def test_fed_the_originals_it_is_torchs(mask, head_dim, dtype, device):
     inputs = qkv(device, dtype, head_dim)
     given = None if mask is None else masks(device)[mask]
     added = None if given is None else additive_mask(given, dtype)
@@ -110,7 +106,7 @@ def test_fed_the_originals_it_is_torchs(
     assert mask is None or not torch.equal(out, attention_forward(*inputs)[0])
 
 
-def test_a_kernel_that_takes_no_mask_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_takes_no_mask_is_left(monkeypatch):
     q, k, v = qkv(torch.device("cpu"))
     mask = additive_mask(masks(q.device)["keys"], q.dtype)
     monkeypatch.setattr(attention, "_in_use", ("flash", "cpu", q.dtype, q.shape[-1]))
@@ -119,7 +115,7 @@ def test_a_kernel_that_takes_no_mask_is_left(monkeypatch: pytest.MonkeyPatch) ->
     assert chosen_kernel(q, k, v, mask) == "efficient"
 
 
-def test_fp8_round_trips_keep_the_gradients(device: torch.device) -> None:
+def test_fp8_round_trips_keep_the_gradients(device):
     inputs = [torch.randn(1, 320, 4, 128).to(device, torch.bfloat16).transpose(1, 2) for _ in range(3)]
     out, *context = attention_forward(*inputs)
     grad = torch.randn_like(out)
@@ -132,7 +128,7 @@ def test_fp8_round_trips_keep_the_gradients(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("kernel", GPU_KERNELS)
-def test_gpu_kernels_take_these_arguments(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_kernels_take_these_arguments(kernel, monkeypatch):
     """On the meta device: names, number and kinds of arguments, without a GPU."""
     monkeypatch.setattr(attention, "chosen_kernel", lambda *_: kernel)
     inputs = [torch.empty(2, 3, 64, 128, dtype=torch.bfloat16, device="meta") for _ in range(3)]
@@ -147,7 +143,7 @@ def test_gpu_kernels_take_these_arguments(kernel: str, monkeypatch: pytest.Monke
 # -- by name ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_kernel_in_use_is_taken_for_tensors_like_those_it_was_named_for() -> None:
+def test_a_kernel_in_use_is_taken_for_tensors_like_those_it_was_named_for():
     q, k, v = qkv(torch.device("cpu"))
     assert chosen_kernel(q, k, v) == "flash_cpu"
     use_kernel("plain", q)
@@ -158,7 +154,7 @@ def test_a_kernel_in_use_is_taken_for_tensors_like_those_it_was_named_for() -> N
     assert chosen_kernel(q, k, v) == "flash_cpu"
 
 
-def test_libraries_are_exchanged_in_torchs_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_are_exchanged_in_torchs_registry(monkeypatch):
     registry, (q, _, _) = Registry("FA3", "FA4"), qkv(torch.device("cpu"))
     monkeypatch.setattr(attention, "registry", registry)
     seen = []
@@ -173,9 +169,7 @@ def test_libraries_are_exchanged_in_torchs_registry(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((1, 2, 300, 32), torch.bfloat16), ((2, 3, 65, 64), torch.float16)])
-def test_right_kernels_pass_the_trial_and_are_in_use(
-    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_right_kernels_pass_the_trial_and_are_in_use(shape, dtype, monkeypatch):
     monkeypatch.setattr(attention, "LARGEST_ERROR", attention.LARGEST_ERROR / 5)  # rounding alone is far from it
     batch, heads, tokens, head_dim = shape
     like = torch.empty(batch, tokens, heads, head_dim, dtype=dtype).transpose(1, 2)
@@ -212,7 +206,7 @@ CHANGES = {
     ("part", "change"),
     [*((part, "another scale") for part in range(4)), (0, "not finite in one place"), (3, "heads mixed up")],
 )
-def test_a_wrong_kernel_is_refused(part: int, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_kernel_is_refused(part, change, monkeypatch):
     forward, backward = wrong(part, CHANGES[change])
     monkeypatch.setattr(attention, "attention_forward", forward)
     monkeypatch.setattr(attention, "attention_backward", backward)
@@ -222,7 +216,7 @@ def test_a_wrong_kernel_is_refused(part: int, change: str, monkeypatch: pytest.M
     assert chosen_kernel(q, k, v) == "flash_cpu"
 
 
-def test_what_cannot_run_here_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_run_here_says_why(monkeypatch):
     monkeypatch.setattr(attention, "registry", Registry("FA3"))
     q, k, v = qkv(torch.device("cpu"))
     found = kernel_obstacles(q)
@@ -234,7 +228,7 @@ def test_what_cannot_run_here_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", [*OF_TORCH, "plain"])
-def test_every_gpu_kernel_is_torchs(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_gpu_kernel_is_torchs(kernel, monkeypatch):
     backends = {
         "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION", "plain": "MATH",
     }  # fmt: skip

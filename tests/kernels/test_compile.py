@@ -1,7 +1,5 @@
 """Every kernel, as its launcher starts it at FLUX.1's shapes, compiles for GPUs that are not there."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -42,13 +40,13 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.triton
-def test_no_kernel_spills_registers(rows: list[dict[str, Any]]) -> None:
+def test_no_kernel_spills_registers(rows):
     assert {row["sm"] for row in rows} == set(TARGETS)
     assert [row for row in rows if row["stack_bytes"] > 0] == []
 
 
 @pytest.mark.triton
-def test_shared_memory_fits_every_card(rows: list[dict[str, Any]]) -> None:
+def test_shared_memory_fits_every_card(rows):
     assert [row for row in rows if row["shared_bytes"] > SHARED_KB[row["sm"]] * 1024] == []
     large: dict[tuple[str, str], set[int]] = {}
     for row in rows:
@@ -60,20 +58,20 @@ def test_shared_memory_fits_every_card(rows: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.triton
-def test_enough_warps_fit_a_multiprocessor(rows: list[dict[str, Any]]) -> None:
+def test_enough_warps_fit_a_multiprocessor(rows):
     few = {row["kernel"] for row in rows if row["resident_warps"] < ENOUGH_WARPS}
     assert few <= FEW_WARPS
 
 
 @pytest.mark.triton
-def test_fp8_is_converted_by_instruction(rows: list[dict[str, Any]]) -> None:
+def test_fp8_is_converted_by_instruction(rows):
     converting = [row for row in rows if row["fp8_by_instruction"] is not None]
     assert len(converting) > len(rows) / 3
     assert [row for row in converting if not row["fp8_by_instruction"]] == []
 
 
 @pytest.mark.triton
-def test_every_kernel_is_compiled(rows: list[dict[str, Any]]) -> None:
+def test_every_kernel_is_compiled(rows):
     from tests.helpers.kernel_cases import launcher_modules
 
     names = {name for module in launcher_modules() for name in vars(module)}

@@ -1,7 +1,5 @@
 """How operators are registered, as torch.library.custom_op promises, and which kernel runs."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import logging
@@ -23,14 +21,12 @@ for found in pkgutil.iter_modules(ops.__path__):
         importlib.import_module(f"{ops.__name__}.{found.name.removesuffix('_kernel')}")
 
 
-def test_every_operator_of_ours_is_launched_by_triton_or_by_torch() -> None:
+def test_every_operator_of_ours_is_launched_by_triton_or_by_torch():
     ours = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("coat::")}
     assert ours - set(dispatch.launchers) == {"coat::fp8_mm"}  # torch._scaled_mm on CUDA
 
 
-def test_without_triton_the_reference_runs_with_one_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_triton_the_reference_runs_with_one_warning(monkeypatch, caplog):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     dispatch.triton_obstacle.cache_clear()
     with caplog.at_level(logging.WARNING):
@@ -42,7 +38,7 @@ def test_without_triton_the_reference_runs_with_one_warning(
 
 
 @pytest.mark.triton
-def test_what_keeps_triton_from_a_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_keeps_triton_from_a_card_is_named(monkeypatch):
     from coat_core.ops import quantize_kernel
 
     def fails(device: torch.device) -> bool:
@@ -60,7 +56,7 @@ def test_what_keeps_triton_from_a_card_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.triton
-def test_a_capture_is_no_place_for_the_trial_and_gives_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_is_no_place_for_the_trial_and_gives_no_answer(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     dispatch.triton_obstacle.cache_clear()
@@ -70,7 +66,7 @@ def test_a_capture_is_no_place_for_the_trial_and_gives_no_answer(monkeypatch: py
 
 
 @pytest.mark.triton
-def test_the_trial_agrees_whatever_torchs_defaults_are_and_sees_wrong_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_agrees_whatever_torchs_defaults_are_and_sees_wrong_codes(monkeypatch):
     from coat_core.ops import quantize_kernel as quantize
 
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -91,7 +87,7 @@ def _arguments(requires_grad: bool = False) -> tuple[Any, ...]:
     return x, None, 0, torch.randn(1, 16), torch.randn(1, 16), 1e-6, torch.float32
 
 
-def test_a_call_outside_of_an_autograd_function_has_no_gradient_and_says_so() -> None:
+def test_a_call_outside_of_an_autograd_function_has_no_gradient_and_says_so():
     y = norm_modulate(*_arguments(requires_grad=True))
     assert y.requires_grad
     with pytest.raises(RuntimeError, match="coat::norm_modulate: has no gradient"):
@@ -100,7 +96,7 @@ def test_a_call_outside_of_an_autograd_function_has_no_gradient_and_says_so() ->
         assert not norm_modulate(*_arguments(requires_grad=True)).requires_grad
 
 
-def test_a_kernel_is_called_without_the_dispatcher_unless_someone_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_is_called_without_the_dispatcher_unless_someone_watches(monkeypatch):
     called: list[str] = []
 
     class Watches(TorchDispatchMode):
@@ -131,7 +127,7 @@ class Other(torch.Tensor):
     """Not a plain tensor."""
 
 
-def test_torch_compile_never_traces_into_a_body() -> None:
+def test_torch_compile_never_traces_into_a_body():
     called: list[object] = []
 
     def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:

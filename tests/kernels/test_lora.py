@@ -1,9 +1,6 @@
 """Gradients of LoRA's up-projections: the operator, and its Triton kernels."""
 
-from __future__ import annotations
-
 from contextlib import suppress
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +26,7 @@ def tensors(shape: tuple[int, ...], widths: list[int], rank: int, dtype: torch.d
 
 
 @pytest.mark.parametrize("widths", [[48], [40, 7, 65]], ids=str)
-def test_the_gradients_are_autograds(widths: list[int]) -> None:
+def test_the_gradients_are_autograds(widths):
     dy, h, up = tensors((2, 7), widths, 4)
     leaves = [h.double().requires_grad_(), up.double().requires_grad_()]
     parts = zip(leaves[0].split(4, dim=-1), leaves[1].split(widths), strict=True)
@@ -39,7 +36,7 @@ def test_the_gradients_are_autograds(widths: list[int]) -> None:
         assert_rows_close(gradient.double(), expected, KERNEL_ROW_RTOL)
 
 
-def test_products_are_torchs_in_the_dtype_of_h() -> None:
+def test_products_are_torchs_in_the_dtype_of_h():
     dy, h, up = tensors((2, 7), [40, 8], 4, BF16)
     dh, dup = lora_up_gradients(dy.float() * 1.01, h, up, [40, 8], FP32)
     flat_dy, flat_h = (dy.float() * 1.01).bfloat16().flatten(0, 1), h.flatten(0, 1)
@@ -59,7 +56,7 @@ def test_products_are_torchs_in_the_dtype_of_h() -> None:
     ],
     ids=str,
 )
-def test_the_kernel_multiplies(case: tuple[Any, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_multiplies(case, device, monkeypatch):
     """Near the gradients in fp64, relative to what their sums would be without cancellation."""
     rank, widths, dtype, dtype_up = case
     monkeypatch.setattr(kernels, "PROGRAMS", 8)  # each then takes several tiles of rows, as of large tensors
@@ -78,7 +75,7 @@ def test_the_kernel_multiplies(case: tuple[Any, ...], device: torch.device, monk
 
 
 @pytest.mark.triton
-def test_ranks_without_a_kernel_are_torchs(device: torch.device) -> None:
+def test_ranks_without_a_kernel_are_torchs(device):
     arguments = (*moved(tensors((2, 7), [40, 8], 100), device), [40, 8], FP32)
     for found, expected in zip(kernel_of(lora_up_gradients)(*arguments), lora_up_gradients(*arguments), strict=True):
         assert_bitwise(found, expected)
@@ -86,7 +83,7 @@ def test_ranks_without_a_kernel_are_torchs(device: torch.device) -> None:
 
 @pytest.mark.triton
 @pytest.mark.parametrize(("rows", "widths"), [(4608, [3072] * 3 + [12288]), (4096, [3072] * 3), (4096, [12288])])
-def test_parts_are_few_and_programs_enough(rows: int, widths: list[int]) -> None:
+def test_parts_are_few_and_programs_enough(rows, widths):
     block, stretches, shares, rounds = kernels._division(tuple(widths), rows, 16, kernels.STRETCHES, 132)
     assert stretches * block == sum(widths)
     assert shares * rounds * kernels.ROWS >= rows > (shares - 1) * rounds * kernels.ROWS

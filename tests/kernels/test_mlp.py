@@ -1,7 +1,5 @@
 """The activation of an MLP, GELU or SwiGLU: every operator that computes it, and their kernels, against torch."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -96,7 +94,7 @@ def assert_equal(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize("rank", [0, 24])
 @pytest.mark.parametrize("dtype", [BF16, FP32, FP16])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_operators_are_torchs_linear_and_activation(activation: str, dtype: torch.dtype, rank: int) -> None:
+def test_operators_are_torchs_linear_and_activation(activation, dtype, rank):
     _, _, h, up = given(activation, 48, 65, rank, dtype)
     attention, mlp = rows((2, 7, 48)).to(dtype), (3 * rows((2, 7, columns(65, activation)))).to(dtype)
     how = ("e5m2", "per_row", "e4m3", 32, dtype, activation)
@@ -121,7 +119,7 @@ def test_operators_are_torchs_linear_and_activation(activation: str, dtype: torc
 
 @pytest.mark.parametrize("group", [16, 256])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_from_codes_all_are_those_of_the_values_they_stand_for(activation: str, group: int) -> None:
+def test_from_codes_all_are_those_of_the_values_they_stand_for(activation, group):
     n = columns(65, activation)
     attention, mlp = saved(torch.randn(2, 7, 48), group, "e5m2"), saved(3 * torch.randn(2, 7, n), group, "e5m2")
     values = [dequantize(*x, per_group(group), BF16) for x in (attention, mlp)]
@@ -144,7 +142,7 @@ def test_from_codes_all_are_those_of_the_values_they_stand_for(activation: str, 
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_backward_is_the_gradient(activation: str, dtype: torch.dtype, rank: int) -> None:
+def test_backward_is_the_gradient(activation, dtype, rank):
     mlp, grad = 3 * rows((2, 7, columns(65, activation))).to(dtype), torch.randn(2, 7, 100)[..., 35:]
     dh, down = (torch.randn(2, 7, 4), torch.randn(4, 100)[:, 35:]) if rank else (None, None)
     found = mlp_activation_backward(grad, dh, down, mlp, None, 128, dtype, activation)
@@ -153,7 +151,7 @@ def test_backward_is_the_gradient(activation: str, dtype: torch.dtype, rank: int
 
 
 @operator_and_kernel
-def test_half_precision_is_rounded_where_torch_rounds(by: Any, device: torch.device) -> None:
+def test_half_precision_is_rounded_where_torch_rounds(by, device):
     """257 is between two numbers of bf16; silu(0.5)·3 rounded once is 0.9336, silu(0.5) alone becomes 0.3105 there."""
     y, h = torch.full((1, 1, 16), 256.0, dtype=BF16, device=device), torch.ones(1, 1, 2, dtype=BF16, device=device)
     matrix = torch.full((16, 2), 0.5, dtype=BF16, device=device)
@@ -172,7 +170,7 @@ def test_half_precision_is_rounded_where_torch_rounds(by: Any, device: torch.dev
 
 @operator_and_kernel
 @pytest.mark.parametrize("rank", [4, 24])
-def test_halves_of_two_linears_have_adapters_of_their_own(rank: int, by: Any, device: torch.device) -> None:
+def test_halves_of_two_linears_have_adapters_of_their_own(rank, by, device):
     """Like one linear whose adapter has both ranks, with zeros where a half does not read."""
     attention, mlp, _, up = given(SWIGLU, 48, 96, rank)
     h, zeros = whole(2, 7, 3 * rank)[..., rank:], torch.zeros(96, rank)
@@ -206,7 +204,7 @@ def test_halves_of_two_linears_have_adapters_of_their_own(rank: int, by: Any, de
     ],
     ids=str,
 )
-def test_kernel(case: tuple[Any, ...], device: torch.device) -> None:
+def test_kernel(case, device):
     activation, rank, spec, layout, d, f, group = case
     attention, mlp, h, up = given(activation, d, f, rank, s=19 if rank == 1 else 7)
     if not rank:
@@ -221,7 +219,7 @@ def test_kernel(case: tuple[Any, ...], device: torch.device) -> None:
 @pytest.mark.triton
 @pytest.mark.parametrize(("dtype", "rank"), [(BF16, 4), (FP16, 0)])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_kernels_in_half_precision(activation: str, dtype: torch.dtype, rank: int, device: torch.device) -> None:
+def test_kernels_in_half_precision(activation, dtype, rank, device):
     inputs = [x if x is None else x / 4 for x in given(activation, 48, 96, rank, dtype)]
     granularity = "per_row" if rank else "per_tensor"
     arguments = (*inputs, "e4m3", granularity, "none", 16, dtype, activation)
@@ -233,7 +231,7 @@ def test_kernels_in_half_precision(activation: str, dtype: torch.dtype, rank: in
 
 
 @pytest.mark.triton
-def test_gelu_keeps_its_relative_precision_at_negative_x(device: torch.device) -> None:
+def test_gelu_keeps_its_relative_precision_at_negative_x(device):
     x = torch.linspace(-5.0, 5.0, 1000, device=device).view(1, 1, -1)
     cubic = (2 / torch.pi) ** 0.5 * (x.double() + 0.044715 * x.double() ** 3)
     found = kernel_of(mlp_activation)(None, x, None, None, *NOTHING_SAVED, 16, FP32)[0].double()
@@ -242,7 +240,7 @@ def test_gelu_keeps_its_relative_precision_at_negative_x(device: torch.device) -
 
 @pytest.mark.gpu
 @pytest.mark.triton
-def test_kernels_match_the_reference_in_bf16() -> None:
+def test_kernels_match_the_reference_in_bf16():
     mlp, grad = 3 * torch.randn(2, 64, 12288, device="cuda").bfloat16(), torch.randn(2, 64, 12288, device="cuda")
     attention = torch.randn(2, 64, 3072, device="cuda").bfloat16()
     how = ("e4m3", "per_row", "none", 128, BF16)
@@ -256,7 +254,7 @@ def test_kernels_match_the_reference_in_bf16() -> None:
 @pytest.mark.triton
 @pytest.mark.parametrize("group", [16, 256, 0], ids=["1x16", "wider than a row", "per tensor"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_kernels_read_codes(activation: str, group: int, device: torch.device) -> None:
+def test_kernels_read_codes(activation, group, device):
     n = columns(128 if group == 256 else 256, activation)
     mlp = saved(torch.randn(2, 7, n) * torch.logspace(-2, 2, n), group)
     attention = saved(torch.randn(2, 7, 48), group)
@@ -275,7 +273,7 @@ def assert_stretches_close(found: Tensor, expected: Tensor, rtol: float = KERNEL
 
 
 @operator_and_kernel
-def test_the_gelus_gradient_is_finite_for_huge_values(by: Any) -> None:
+def test_the_gelus_gradient_is_finite_for_huge_values(by):
     mlp = torch.tensor([[[1e15, 100.0, -100.0, -1e5]]])
     dmlp = by(mlp_activation_backward)(torch.ones_like(mlp), None, None, mlp, None, 128, FP32)
     assert dmlp.flatten().tolist() == pytest.approx([1.0, 1.0, 0.0, 0.0], abs=1e-20)
@@ -284,7 +282,7 @@ def test_the_gelus_gradient_is_finite_for_huge_values(by: Any) -> None:
 @pytest.mark.triton
 @pytest.mark.parametrize(("s", "f", "rank", "layout"), [(7, 200, 0, "strided"), (19, 100, 72, "slice")])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_backward_kernel(activation: str, s: int, f: int, rank: int, layout: str, device: torch.device) -> None:
+def test_backward_kernel(activation, s, f, rank, layout, device):
     mlp, grad = 3 * rows((2, s, columns(f, activation)), layout), whole(2, s, f + 40)[..., 40:]
     dh, down = (whole(2, s, 3 * rank)[..., rank : 2 * rank], whole(rank, f + 40)[:, 40:]) if rank else (None, None)
     arguments = moved((grad, dh, down, mlp), device)
@@ -316,7 +314,7 @@ def test_backward_kernel(activation: str, s: int, f: int, rank: int, layout: str
     ],
     ids=str,
 )
-def test_down_projection_kernel(case: tuple[Any, ...], device: torch.device) -> None:
+def test_down_projection_kernel(case, device):
     """Codes are those of `mlp_activation`'s launcher, and the product that of its values.
 
     It is summed in fp32 in any order and rounded once.
@@ -340,7 +338,7 @@ def test_down_projection_kernel(case: tuple[Any, ...], device: torch.device) -> 
 
 
 @pytest.mark.triton
-def test_groups_across_the_halves_are_the_references(device: torch.device) -> None:
+def test_groups_across_the_halves_are_the_references(device):
     attention, mlp, h, up = given(SWIGLU, 48, 65, 4)
     codes, how = saved(mlp, 16), ("e4m3", "per_row", "e4m3", 16, FP32, SWIGLU)
     rotated = (*given(GELU, 48, 80, 4), torch.randn(4, 128), "int8", "per_row", "e4m3", 16, FP32)
@@ -387,9 +385,7 @@ def assert_gradient(arguments: tuple[Any, ...], device: torch.device) -> None:
     [(3, (1, 48, 200, 0)), (1, (24, 0, 70, 128)), (3, (40, 70, 65, 16)), (1, (16, 48, 130, 64, BF16, BF16))],
     ids=str,
 )
-def test_down_gradient_kernel(
-    shares: int, case: tuple[Any, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_down_gradient_kernel(shares, case, device, monkeypatch):
     """Of ranks and groups, with the rows shared among so many programs."""
     kernels = pytest.importorskip("coat_core.ops.gelu_kernel")
     monkeypatch.setattr(kernels, "_shared", lambda rows, *_: (shares, -(-rows // (32 * shares))))
@@ -398,7 +394,7 @@ def test_down_gradient_kernel(
 
 @pytest.mark.triton
 @pytest.mark.parametrize("width", [20, 300])
-def test_down_gradient_kernel_reads_codes_of_every_granularity(width: int, device: torch.device) -> None:
+def test_down_gradient_kernel_reads_codes_of_every_granularity(width, device):
     x = torch.randn(2, 7, width) * torch.logspace(-3, 3, width)  # a scale of another group would show
     dh = torch.randn(2, 7, 4)
     for fmt, group in (("e4m3", 16), ("e5m2", 32), ("e4m3", 64), ("e5m2", 256)):
@@ -408,7 +404,7 @@ def test_down_gradient_kernel_reads_codes_of_every_granularity(width: int, devic
     assert_gradient((dh, *pair, *pair, 16, FP32, FP32), device)
 
 
-def test_shares_of_rows() -> None:
+def test_shares_of_rows():
     shared = pytest.importorskip("coat_core.ops.gelu_kernel")._shared
     for s, rank, programs in itertools.product((0, 1, 64, 512, 1536, 4608, 70000), (1, 16, 128), (1, 192, 240, 999)):
         count, rounds = shared(s, rank, programs)

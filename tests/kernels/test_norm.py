@@ -5,8 +5,6 @@ The gate with the adapter's part and what is saved of its result, also behind an
 Their Triton kernels, in the interpreter, against the operators in fp32: the interpreter truncates to bf16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,7 +51,7 @@ def vectors(norm: str, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [BF16, FP32, FP16])
-def test_norm_modulate_has_diffusers_bits(layout: str, dtype: torch.dtype) -> None:
+def test_norm_modulate_has_diffusers_bits(layout, dtype):
     x = rows((2, 7, 48), layout).to(dtype)
     norm, emb = AdaLayerNormZero(48).to(dtype), torch.randn(2, 48).to(dtype)
     with torch.no_grad():
@@ -65,7 +63,7 @@ def test_norm_modulate_has_diffusers_bits(layout: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP32, FP32), (FP16, FP16), (BF16, FP32), (FP32, BF16)], ids=str)
-def test_rms_norm_has_diffusers_bits(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+def test_rms_norm_has_diffusers_bits(dtypes):
     x = rows((2, 7, 48)).to(dtypes[0])
     scale, _, weight = vectors("rms", x)
     weight = weight.to(dtypes[1])
@@ -77,7 +75,7 @@ def test_rms_norm_has_diffusers_bits(dtypes: tuple[torch.dtype, torch.dtype]) ->
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_n_comes_with_its_codes_and_those_of_x_give_it_again(norm: str) -> None:
+def test_n_comes_with_its_codes_and_those_of_x_give_it_again(norm):
     x = rows((2, 7, 48)).bfloat16()
     *modulation, weight = vectors(norm, x)
     for spec, saved in zip(SPECS, [*SAVED, *SAVED[:2]], strict=True):
@@ -95,7 +93,7 @@ def test_n_comes_with_its_codes_and_those_of_x_give_it_again(norm: str) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("from_codes", [True, False])
 @pytest.mark.parametrize("norm", NORMS)
-def test_the_gradients_are_autograds(norm: str, from_codes: bool, dtype: torch.dtype) -> None:
+def test_the_gradients_are_autograds(norm, from_codes, dtype):
     x = torch.randn(2, 7, 48).to(dtype)
     scale, _, weight = vectors(norm, x)
     grad, residual = torch.randn_like(x), torch.randn_like(x)
@@ -118,7 +116,7 @@ def test_the_gradients_are_autograds(norm: str, from_codes: bool, dtype: torch.d
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_a_row_of_zeros_gets_a_finite_gradient(norm: str) -> None:
+def test_a_row_of_zeros_gets_a_finite_gradient(norm):
     x = rows((2, 7, 48))
     scale, _, weight = vectors(norm, x)
     grad = torch.randn_like(x)
@@ -129,7 +127,7 @@ def test_a_row_of_zeros_gets_a_finite_gradient(norm: str) -> None:
     assert modulation.isfinite().all()
 
 
-def test_the_residuals_gradient_is_added_before_the_one_rounding() -> None:
+def test_the_residuals_gradient_is_added_before_the_one_rounding():
     x = torch.randn(2, 7, 48).bfloat16()
     scale, *_ = vectors("layer", x)
     grad, residual = torch.randn_like(x), torch.randn_like(x)
@@ -182,7 +180,7 @@ def norm_calls(norm: str) -> Iterator[tuple[Any, tuple[Any, ...], float]]:
 
 @pytest.mark.triton
 @pytest.mark.parametrize("norm", NORMS)
-def test_kernels_follow_the_references(norm: str, device: torch.device) -> None:
+def test_kernels_follow_the_references(norm, device):
     n = None
     for op, args, rtol in norm_calls(norm):
         result = assert_follows(op, args, device, rtol)
@@ -214,7 +212,7 @@ def adapter(shape: tuple[int, ...], rank: int, dtype: torch.dtype = FP32) -> tup
 
 
 @pytest.mark.parametrize("saved", SAVED, ids=str)
-def test_the_sum_is_eager_pytorchs(saved: tuple[str, int]) -> None:
+def test_the_sum_is_eager_pytorchs(saved):
     residual, gate, result = gate_tensors(dtype=BF16)
     h, up = adapter(SHAPE, 4, BF16)
     complete, weight = result.contiguous().clone(), weight_of(result)
@@ -230,14 +228,14 @@ def test_the_sum_is_eager_pytorchs(saved: tuple[str, int]) -> None:
 
 
 @pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP32, FP32), (FP16, FP16), (BF16, FP32), (FP32, BF16)], ids=str)
-def test_a_norm_behind_the_gate_has_diffusers_bits(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+def test_a_norm_behind_the_gate_has_diffusers_bits(dtypes):
     residual, gate, result = gate_tensors(dtype=dtypes[0])
     weight = weight_of(result).to(dtypes[1])
     y = gated_sum(residual, gate, result, None, None, "none", 0, weight, EPS)[0]
     assert_bitwise(y, residual + gate[:, None] * diffusers_norm(result, weight, EPS))
 
 
-def test_the_gates_gradients_are_autograds() -> None:
+def test_the_gates_gradients_are_autograds():
     grad, gate, result = torch.randn(SHAPE), torch.randn(2, 48), torch.randn(SHAPE)
     leaves = [gate.double().requires_grad_(), result.double().requires_grad_()]
     expected_dgate, expected_dy = torch.autograd.grad(leaves[0][:, None] * leaves[1], leaves, grad.double())
@@ -251,7 +249,7 @@ def test_the_gates_gradients_are_autograds() -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("from_codes", [True, False])
-def test_gradients_of_a_norm_behind_the_gate_are_autograds(from_codes: bool, dtype: torch.dtype) -> None:
+def test_gradients_of_a_norm_behind_the_gate_are_autograds(from_codes, dtype):
     grad, gate, result = (torch.randn(shape).to(dtype) for shape in (SHAPE, (2, 48), SHAPE))
     weight = weight_of(result)
     codes, code_scale, groups = quantize(result, "e4m3", per_group(16))
@@ -269,14 +267,14 @@ def test_gradients_of_a_norm_behind_the_gate_are_autograds(from_codes: bool, dty
         assert_casts(gated_sum_backward, results, args)
 
 
-def test_a_row_of_zeros_behind_the_gate_gets_a_finite_gradient() -> None:
+def test_a_row_of_zeros_behind_the_gate_gets_a_finite_gradient():
     grad, gate, result = gate_tensors()
     weight = weight_of(result)
     dy = gated_sum_backward(grad, gate, result, None, 0, FP32, "e5m2", "none", weight, EPS)[0]
     assert_rows_close(dy[0, 1], EPS**-0.5 * grad[0, 1] * gate[0] * weight, KERNEL_ROW_RTOL)
 
 
-def test_the_gates_gradient_is_complete_in_fp32() -> None:
+def test_the_gates_gradient_is_complete_in_fp32():
     grad, gate, result = gate_tensors(dtype=BF16)
     for granularity in GRANULARITIES:
         codes, scale, _ = quantize(result, "e4m3", granularity)
@@ -328,7 +326,7 @@ def gate_calls(normed: bool) -> Iterator[tuple[Any, tuple[Any, ...], float]]:
 
 @pytest.mark.triton
 @pytest.mark.parametrize("normed", [False, True])
-def test_gate_kernels_follow_the_references(normed: bool, device: torch.device) -> None:
+def test_gate_kernels_follow_the_references(normed, device):
     for op, args, rtol in gate_calls(normed):
         result = assert_follows(op, args, device, rtol)[0]
         if not normed and rtol == KERNEL_ROW_RTOL and args[3] is None:  # to the bit
@@ -337,7 +335,7 @@ def test_gate_kernels_follow_the_references(normed: bool, device: torch.device) 
 
 @pytest.mark.triton
 @pytest.mark.parametrize("normed", [False, True])
-def test_the_kernel_rounds_the_product_before_the_sum(normed: bool, device: torch.device) -> None:
+def test_the_kernel_rounds_the_product_before_the_sum(normed, device):
     """256.5 is 256 in bf16, also where it is truncated, as by the interpreter."""
     residual, gate, result, one = (torch.full((1, 2, 16), x).bfloat16().to(device) for x in (-256.0, 13.5, 19.0, 1.0))
     norm = (result[0, 0], 0.0) if normed else ()
@@ -346,7 +344,7 @@ def test_the_kernel_rounds_the_product_before_the_sum(normed: bool, device: torc
 
 
 @pytest.mark.triton
-def test_without_result_there_is_no_gradient_of_the_gate(device: torch.device) -> None:
+def test_without_result_there_is_no_gradient_of_the_gate(device):
     grad, gate, _ = moved(gate_tensors(), device)
     for run in (kernel_of(gated_sum_backward), gated_sum_backward):
         dy, _, _, dgate = run(grad, gate, None, None, 128, FP32, "e5m2", "none")

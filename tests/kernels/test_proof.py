@@ -1,7 +1,5 @@
 """The self-test of kernels: each broken kind is seen, and only its operator is replaced, through the CUDA path."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -50,7 +48,7 @@ def calls() -> list[proof.Call]:
     return recorded
 
 
-def test_recorded_are_the_calls_of_one_signature_with_their_layout() -> None:
+def test_recorded_are_the_calls_of_one_signature_with_their_layout():
     recorded = {call.operator.removeprefix("coat::"): call for call in calls()}
     assert list(recorded) == ["norm_modulate_quantize", "norm_modulate", "gated_sum", "dequantize"]
     x = recorded["norm_modulate_quantize"].args[0]
@@ -60,14 +58,12 @@ def test_recorded_are_the_calls_of_one_signature_with_their_layout() -> None:
     assert torch.equal(again[:, 17:34], x.rows)
 
 
-def test_right_kernels_have_no_fault() -> None:
+def test_right_kernels_have_no_fault():
     assert [proof.fault(call, CPU) for call in calls()] == [""] * 4
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}, {"formats": ("e4m3", None)}], ids=str)
-def test_the_optimizers_kernel_is_compared_by_moves_and_moments(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_optimizers_kernel_is_compared_by_moves_and_moments(options, monkeypatch):
     seen: list[proof.Call] = []
     problem = Problem(CPU, **options)
     dispatch.show_first_call(STEP, lambda *call: seen.append(proof.Call.of(*call)))
@@ -116,14 +112,14 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("broken", "said"), FAULTS)
-def test_each_kind_of_fault_is_seen(broken: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kind_of_fault_is_seen(broken, said, monkeypatch):
     call = calls()[1]
     kernel = dispatch.launcher_of(call.operator)
     monkeypatch.setattr(dispatch, "launcher_of", lambda name: lambda *args: broken(kernel, *args))
     assert said in proof.fault(call, CPU)
 
 
-def test_codes_that_are_not_their_values_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_that_are_not_their_values_are_seen(monkeypatch):
     call = calls()[0]
     kernel = dispatch.launcher_of(call.operator)
 
@@ -177,7 +173,7 @@ def proved(actions: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatc
     return {operator.removeprefix("coat::"): why for operator, why in verdicts.items()}
 
 
-def test_broken_kernels_are_found_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_kernels_are_found_and_no_others(tmp_path, monkeypatch):
     actions = {
         "norm_modulate": "return kernel(*args, **kwargs) * 2",
         "gated_sum": "raise RuntimeError('CUDA error: invalid argument')",
@@ -192,9 +188,7 @@ def test_broken_kernels_are_found_and_no_others(tmp_path: Path, monkeypatch: pyt
     }
 
 
-def test_a_kernel_that_ends_its_process_or_hangs_leaves_the_others_their_verdicts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_ends_its_process_or_hangs_leaves_the_others_their_verdicts(tmp_path, monkeypatch):
     actions = {
         "norm_modulate_quantize": "import torch; torch.zeros = None; raise RuntimeError('illegal memory access')",
         "norm_modulate": "os.kill(os.getpid(), signal.SIGKILL)",
@@ -208,13 +202,11 @@ def test_a_kernel_that_ends_its_process_or_hangs_leaves_the_others_their_verdict
     }
 
 
-def test_without_time_nothing_is_said_of_a_kernel() -> None:
+def test_without_time_nothing_is_said_of_a_kernel():
     assert proof.prove(calls(), CPU, budget_s=0.0) == {}
 
 
-def test_a_process_that_does_not_start_says_nothing_of_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_process_that_does_not_start_says_nothing_of_kernels(tmp_path, monkeypatch, caplog):
     (tmp_path / "sitecustomize.py").write_text("import os; os._exit(3)", encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert proof.prove(calls(), CPU) == {}
@@ -224,9 +216,7 @@ def test_a_process_that_does_not_start_says_nothing_of_kernels(
 # --- in a step ---
 
 
-def test_a_kernel_that_fails_in_a_step_is_replaced_and_the_call_repeated(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_kernel_that_fails_in_a_step_is_replaced_and_the_call_repeated(monkeypatch, caplog):
     x = torch.randn(4, 48)
     expected = _quantize._init_fn(x, "e4m3", "per_row", 16, None)
     kernel, failures = dispatch.launcher_of, []
@@ -257,9 +247,7 @@ def test_a_kernel_that_fails_in_a_step_is_replaced_and_the_call_repeated(
     ("auto", ("quantize",), ["coat::dequantize"]),
     ("all", (), ["coat::quantize", "coat::dequantize"]),
 ])  # fmt: skip
-def test_the_policy_says_whose_kernels_run(
-    policy: str, left_out: tuple[str, ...], launched: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_policy_says_whose_kernels_run(policy, left_out, launched, monkeypatch):
     kernel, seen = dispatch.launcher_of, []
     monkeypatch.setattr(dispatch, "launcher_of", lambda name: (seen.append(name), kernel(name))[1])
     dispatch.use_kernels(policy, left_out)

@@ -1,7 +1,5 @@
 """From the linears' [q|k|v] to attention's q, k, v and back: operators, and their Triton kernels against them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -87,9 +85,7 @@ def attention_inputs(ys: list[Tensor], x: Streams) -> list[Tensor]:
 @pytest.mark.parametrize("rank", [0, 24])
 @pytest.mark.parametrize("lengths", [(7,), (3, 5)], ids=["one stream", "two"])
 @pytest.mark.parametrize("dtype", [BF16, FP32, FP16])
-def test_qkv_rope_has_the_bits_of_linear_norm_and_rotary(
-    rank: int, lengths: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_qkv_rope_has_the_bits_of_linear_norm_and_rotary(rank, lengths, dtype):
     x = streams(lengths, rank=rank, dtype=dtype)
     arguments = forward_arguments(x, "e4m3", 32)
     with torch.autocast("cpu", BF16, enabled=dtype != FP16):  # which torch's own cat does not take there
@@ -107,7 +103,7 @@ def test_qkv_rope_has_the_bits_of_linear_norm_and_rotary(
 
 
 @pytest.mark.parametrize("group", [16, 64])
-def test_qkv_rope_from_codes_is_that_of_the_values_they_stand_for(group: int) -> None:
+def test_qkv_rope_from_codes_is_that_of_the_values_they_stand_for(group):
     x = streams((3, 5), dtype=BF16)
     codes, scales, _ = zip(*(quantize(y, "e5m2", per_group(group)) for y in x.ys), strict=True)
     values = [dequantize(*pair, per_group(group), BF16) for pair in zip(codes, scales, strict=True)]
@@ -123,7 +119,7 @@ def test_qkv_rope_from_codes_is_that_of_the_values_they_stand_for(group: int) ->
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("lengths", [(7,), (3, 5)], ids=["one stream", "two"])
-def test_qkv_rope_backward_is_the_gradient(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_qkv_rope_backward_is_the_gradient(lengths, dtype):
     x = streams(lengths, dtype=dtype)
     x = x._replace(ys=[torch.randn(2, s, 176)[..., :144].to(dtype) for s in lengths])
     grads = [torch.randn(2, 3, sum(lengths), 16).transpose(1, 2) for _ in range(3)]  # as attention returns them
@@ -137,7 +133,7 @@ def test_qkv_rope_backward_is_the_gradient(lengths: tuple[int, ...], dtype: torc
 
 @pytest.mark.parametrize("by", [lambda op: op, pytest.param(kernel_of, marks=pytest.mark.triton)])
 @pytest.mark.parametrize("of_k", [1, 2])
-def test_grouped_heads_are_those_of_k_and_v_repeated(by: Any, of_k: int, device: torch.device) -> None:
+def test_grouped_heads_are_those_of_k_and_v_repeated(by, of_k, device):
     x = streams((3, 5), 2 * of_k, hard=False)  # as wide as 4·of_k heads of q and of_k of k and of v
     ys, *rest = moved([x.ys, x.weights, x.cos, x.sin], device)
     repeated = []
@@ -166,7 +162,7 @@ def with_own_angles(x: Streams, image: int | None = None) -> Streams:
 
 
 @pytest.mark.parametrize("by", [lambda op: op, pytest.param(kernel_of, marks=pytest.mark.triton)])
-def test_images_may_have_angles_of_their_own(by: Any, device: torch.device) -> None:
+def test_images_may_have_angles_of_their_own(by, device):
     """Each image then gets what it gets alone."""
     x = streams((3, 5), 2, rank=4, hard=False)
     x, grads = Streams(*moved(tuple(x), device)), [torch.randn(2, 8, 2, 16, device=device) for _ in range(3)]
@@ -196,9 +192,7 @@ def test_images_may_have_angles_of_their_own(by: Any, device: torch.device) -> N
         (2, 1, 2, "e4m3", 16),
     ],
 )
-def test_qkv_rope_kernels_without_adapters(
-    s: int, heads: int, d: int, form: str, group: int, device: torch.device
-) -> None:
+def test_qkv_rope_kernels_without_adapters(s, heads, d, form, group, device):
     x = streams((3, s), heads, d)
     arguments = forward_arguments(x, form, group)
     _, _, v, *_ = assert_follows(qkv_rope, arguments, device)
@@ -241,7 +235,7 @@ def calls() -> Iterator[tuple[Any, tuple[Any, ...], float]]:
 
 
 @pytest.mark.triton
-def test_kernels_follow_the_references(device: torch.device) -> None:
+def test_kernels_follow_the_references(device):
     for op, args, rtol in calls():
         results = assert_follows(op, args, device, rtol)
         if op is qkv_rope and args[2] and rtol == KERNEL_ROW_RTOL:  # v with its adapter, in whole numbers
@@ -250,7 +244,7 @@ def test_kernels_follow_the_references(device: torch.device) -> None:
 
 @pytest.mark.triton
 @pytest.mark.parametrize("rank", [0, 4])
-def test_qkv_mlp_backward_kernels_write_one_tensor(rank: int, device: torch.device) -> None:
+def test_qkv_mlp_backward_kernels_write_one_tensor(rank, device):
     x = streams((20,))
     grads = [torch.randn(2, 3, 20, 16).transpose(1, 2) for _ in range(3)]
     adapter = (torch.randn(2, 20, rank), torch.randn(rank, 348)[:, 48:]) if rank else (None, None)

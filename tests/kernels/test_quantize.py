@@ -1,7 +1,5 @@
 """Codes and back, of FP8, INT8 and NVFP4: operators, and their Triton kernels against the references to the bit."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import pytest
@@ -58,9 +56,7 @@ def assert_quantized(x: Tensor, codes: Tensor, scale: Tensor, fmt: str, granular
 @pytest.mark.parametrize(
     ("kind", "fmt"), [("rows", "e4m3"), ("rows", "e5m2"), ("tiny", "e4m3"), ("not finite", "e5m2")]
 )
-def test_quantize_kernel_has_the_references_bits(
-    kind: str, fmt: str, granularity: Granularity, device: torch.device
-) -> None:
+def test_quantize_kernel_has_the_references_bits(kind, fmt, granularity, device):
     for shape in SHAPES:
         x = values(kind, shape).to(device)
         codes, scale = kernels.quantize(x, fmt, granularity.name, granularity.group_size, None)
@@ -68,7 +64,7 @@ def test_quantize_kernel_has_the_references_bits(
 
 
 @pytest.mark.triton
-def test_quantize_kernel_reads_half_precision_and_multiplies_columns_first(device: torch.device) -> None:
+def test_quantize_kernel_reads_half_precision_and_multiplies_columns_first(device):
     x, factors = torch.randn(5, 200, device=device).bfloat16(), torch.rand(400, device=device)[::2]
     for granularity in GRANULARITIES:
         how = (granularity.name, granularity.group_size)
@@ -79,9 +75,7 @@ def test_quantize_kernel_reads_half_precision_and_multiplies_columns_first(devic
 
 
 @pytest.mark.triton
-def test_per_tensor_amax_covers_more_than_one_share_a_program(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_per_tensor_amax_covers_more_than_one_share_a_program(device, monkeypatch):
     monkeypatch.setattr(kernels, "SHARES_MAX", 2)  # so that each program takes several blocks
     x = torch.randn(kernels.SHARE_BLOCK * 5 + 3, device=device)
     for place in (0, kernels.SHARE_BLOCK, x.numel() - 1):
@@ -94,7 +88,7 @@ def test_per_tensor_amax_covers_more_than_one_share_a_program(
 @pytest.mark.triton
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_dequantize_kernel_has_the_references_bits(fmt: str, granularity: Granularity, device: torch.device) -> None:
+def test_dequantize_kernel_has_the_references_bits(fmt, granularity, device):
     for shape in SHAPES:
         codes, scale, _ = quantize_reference(rows(shape).to(device), fmt, granularity)
         found = kernels.dequantize(codes, scale, granularity.name, granularity.group_size, torch.float32)
@@ -102,7 +96,7 @@ def test_dequantize_kernel_has_the_references_bits(fmt: str, granularity: Granul
 
 
 @pytest.mark.triton
-def test_e4m3_by_integers_has_the_casts_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_e4m3_by_integers_has_the_casts_bits(monkeypatch):
     """As on a GPU without an instruction for it: written and read byte by byte."""
     monkeypatch.setattr(kernels, "empty_values", lambda shape, *_: torch.zeros(shape, dtype=torch.uint8))
     monkeypatch.setattr(kernels, "finished", lambda buffer, dtype: buffer.view(dtype))
@@ -122,7 +116,7 @@ def test_e4m3_by_integers_has_the_casts_bits(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.triton
-def test_a_card_without_e4m3_gets_bytes(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def test_a_card_without_e4m3_gets_bytes(monkeypatch, device):
     from coat_core.ops import launch as runtime
 
     given: list[torch.dtype | int] = []
@@ -136,7 +130,7 @@ def test_a_card_without_e4m3_gets_bytes(monkeypatch: pytest.MonkeyPatch, device:
 
 @pytest.mark.triton
 @pytest.mark.parametrize("shape", [(48, 80), (130, 16), (1, 16)])
-def test_transpose_kernel(shape: tuple[int, int], device: torch.device) -> None:
+def test_transpose_kernel(shape, device):
     codes = torch.randint(0, 255, shape, dtype=torch.uint8, device=device).view(get_format("e4m3").dtype)
     found = kernels.transpose_codes(codes)
     assert found.is_contiguous()
@@ -147,7 +141,7 @@ HOW = [(*spec, "e4m3", 16) for spec in SPECS] + [("e4m3", "per_row", "none", 128
 
 
 @pytest.mark.parametrize("how", HOW, ids=str)
-def test_both_are_the_codes_of_x(how: tuple[str, str, str, int]) -> None:
+def test_both_are_the_codes_of_x(how):
     x = rows((2, 7, 40)).bfloat16()
     found = quantize_and_save(x, *how)
     assert_casts(quantize_and_save, found, (x, *how))
@@ -161,7 +155,7 @@ def test_both_are_the_codes_of_x(how: tuple[str, str, str, int]) -> None:
 @pytest.mark.triton
 @pytest.mark.parametrize("layout", [*LAYOUTS, "of an image", "heads"])
 @pytest.mark.parametrize("how", HOW, ids=str)
-def test_quantize_and_save_kernel(layout: str, how: tuple[str, str, str, int], device: torch.device) -> None:
+def test_quantize_and_save_kernel(layout, how, device):
     if layout == "of an image":  # text's rows in front of each image's
         x = rows((3, 8, 130), "dense").half()[:, 3:]
     elif layout == "heads":  # [B, S, D] as attention leaves it, [B, H, S, d] in memory
@@ -173,7 +167,7 @@ def test_quantize_and_save_kernel(layout: str, how: tuple[str, str, str, int], d
 
 @pytest.mark.triton
 @pytest.mark.parametrize(("shape", "size"), [((1, 4, 320), 64), ((1, 4096), 256), ((4, 6), 1)])
-def test_int8_kernels_have_the_references_bits(shape: tuple[int, ...], size: int, device: torch.device) -> None:
+def test_int8_kernels_have_the_references_bits(shape, size, device):
     factors = torch.rand(shape[-1]) + 0.5
     for x in (values("tiny", shape), values("not finite", shape), rows(shape), rows(shape).bfloat16()):
         for given in (None, factors):
@@ -187,7 +181,7 @@ def test_int8_kernels_have_the_references_bits(shape: tuple[int, ...], size: int
 
 
 @pytest.mark.triton
-def test_a_row_that_is_not_finite_has_no_int8_scale(device: torch.device) -> None:
+def test_a_row_that_is_not_finite_has_no_int8_scale(device):
     """From every kernel that makes codes, as from the reference."""
     x = values("not finite", (2, 3, 256))
     expected = int8_reference(x, 256)
@@ -204,7 +198,7 @@ def test_a_row_that_is_not_finite_has_no_int8_scale(device: torch.device) -> Non
 @pytest.mark.triton
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(1, 16), (70, 272)])
-def test_nvfp4_kernel_is_the_reference(n: int, k: int, transposed: bool, device: torch.device) -> None:
+def test_nvfp4_kernel_is_the_reference(n, k, transposed, device):
     """No E4M3 number is NaN in a weight that was quantized."""
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
     scales = torch.randint(1, 127, (n, k // 16), dtype=torch.uint8, device=device)
@@ -216,7 +210,7 @@ def test_nvfp4_kernel_is_the_reference(n: int, k: int, transposed: bool, device:
 
 
 @pytest.mark.triton
-def test_nvfp4s_table_has_every_code_of_every_scale(device: torch.device) -> None:
+def test_nvfp4s_table_has_every_code_of_every_scale(device):
     codes = nvfp4.pack(torch.arange(16, dtype=torch.uint8).expand(126, 16)).to(device)
     scales = torch.arange(1, 127, dtype=torch.uint8, device=device)[:, None]
     assert_bitwise(kernels.decode_nvfp4(codes, scales, False).cpu(), reference(decode_nvfp4, codes, scales, False))

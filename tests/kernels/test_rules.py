@@ -5,8 +5,6 @@ operator cannot do is an error that names it. opcheck asks the body alone; the l
 that differ.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -103,13 +101,13 @@ def first_cases() -> dict[str, Case]:
     return found
 
 
-def test_every_operator_has_a_case() -> None:
+def test_every_operator_has_a_case():
     assert set(dispatch.launchers) - set(first_cases()) == {"coat::fp8_adamw_step"}  # tests/kernels/test_adamw.py
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize("cases", GROUPS)
-def test_launchers_return_what_the_fakes_promise(cases: Any, device: torch.device) -> None:
+def test_launchers_return_what_the_fakes_promise(cases, device):
     for op, args in cases():
         launch = dispatch.launcher_of(op._qualname)
         given = moved(args, device)
@@ -121,13 +119,13 @@ def test_launchers_return_what_the_fakes_promise(cases: Any, device: torch.devic
 
 
 @pytest.mark.parametrize("name", sorted(first_cases()))
-def test_operators_keep_torch_library_rules(name: str) -> None:
+def test_operators_keep_torch_library_rules(name):
     check_operator(*first_cases()[name])
 
 
 @pytest.mark.gpu
 @pytest.mark.triton
-def test_two_launches_agree() -> None:
+def test_two_launches_agree():
     for op, args in first_cases().values():
         given = moved(args, torch.device("cuda"))
         first, second = (tensors_in(dispatch.launcher_of(op._qualname)(*given)) for _ in range(2))
@@ -136,9 +134,7 @@ def test_two_launches_agree() -> None:
 
 @pytest.mark.triton
 @pytest.mark.parametrize("programs", [2, 5])
-def test_backward_kernels_share_rows_among_programs(
-    programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_backward_kernels_share_rows_among_programs(programs, device, monkeypatch):
     monkeypatch.setattr(launching, "PROGRAMS", programs)
     monkeypatch.setattr(launching, "TILE_ELEMENTS", 128)  # two rows at once
     grad, x, of_image = torch.randn(2, 13, 48), torch.randn(2, 13, 48), torch.randn(2, 48)
@@ -162,7 +158,7 @@ TOO_WIDE = [  # for one program
 
 @pytest.mark.triton
 @pytest.mark.parametrize("case", TOO_WIDE, ids=lambda case: case[0]._qualname)
-def test_rows_that_no_program_holds_are_an_error(case: Case) -> None:
+def test_rows_that_no_program_holds_are_an_error(case):
     op, args = case
     with pytest.raises(ValueError, match=r"16385.*16384"):
         dispatch.launcher_of(op._qualname)(*args)

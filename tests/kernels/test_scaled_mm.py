@@ -1,7 +1,5 @@
 """Products of codes, FP8, INT8 and a few rows: the references against float64 and torch, and the kernels."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from typing import Any
 
@@ -11,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coat_core.formats import get_format
-from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity
+from coat_core.granularity import PER_ROW, PER_TENSOR
 from coat_core.int8 import INT8_MAX
 from coat_core.ops.scaled_mm import (
     int8_mm,
@@ -52,9 +50,7 @@ def exact(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("m", "a_format", "b_format"), [(1, "e4m3", "e4m3"), (3, "e5m2", "e4m3"), (17, "e4m3", "e5m2")]
 )
-def test_agrees_with_a_float64_product(
-    device: torch.device, m: int, a_format: str, b_format: str, a_scaling: str, b_scaling: str
-) -> None:
+def test_agrees_with_a_float64_product(device, m, a_format, b_format, a_scaling, b_scaling):
     dtypes = get_format(a_format).dtype, get_format(b_format).dtype
     if reason := unsupported_reason(device, *dtypes, a_scaling == "row"):
         pytest.skip(reason)
@@ -82,9 +78,7 @@ def by_torchs_operator(*args: Any) -> Tensor:
         ("row", "tensor", torch.bfloat16, False, False),
     ],
 )
-def test_gpu_path_calls_torchs_operator_rightly(
-    a_scaling: str, b_scaling: str, dtype: torch.dtype, bias: bool, transposed: bool
-) -> None:
+def test_gpu_path_calls_torchs_operator_rightly(a_scaling, b_scaling, dtype, bias, transposed):
     """The body of the CUDA kernel, on CPU tensors: torch's operator has the same arguments on both."""
     cpu = torch.device("cpu")
     a, a_scale, *_ = operands(cpu, m=7, scaling=a_scaling, a_format="e5m2")
@@ -110,7 +104,7 @@ class _Kernels(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("weight", ["tensor", "row"])
-def test_a_row_wise_product_is_one_launch_where_the_weights_scale_is_kept(weight: str) -> None:
+def test_a_row_wise_product_is_one_launch_where_the_weights_scale_is_kept(weight):
     a, a_scale, *_ = operands(torch.device("cpu"), m=7, scaling="row")
     *_, b, b_scale = operands(torch.device("cpu"), scaling=weight)
     bias = torch.randn(b.shape[0], dtype=torch.bfloat16)
@@ -124,14 +118,14 @@ def test_a_row_wise_product_is_one_launch_where_the_weights_scale_is_kept(weight
     assert_bitwise(found, expected)
 
 
-def test_bias_is_added_before_the_only_rounding() -> None:
+def test_bias_is_added_before_the_only_rounding():
     a, a_scale, b, b_scale = operands(torch.device("cpu"))
     bias = torch.randn(b.shape[0])
     wide = scaled_mm(a, a_scale, b, b_scale, None, torch.float32)
     assert_bitwise(scaled_mm(a, a_scale, b, b_scale, bias, torch.bfloat16), (wide + bias).to(torch.bfloat16))
 
 
-def test_views_as_dgrad_makes_them(device: torch.device) -> None:
+def test_views_as_dgrad_makes_them(device):
     """dgrad multiplies by the transposed codes of W."""
     dy, dy_scale, _, scale = operands(device, k=32)
     codes = quantize(torch.randn(32, 48).to(device)).codes
@@ -142,7 +136,7 @@ def test_views_as_dgrad_makes_them(device: torch.device) -> None:
     assert_bitwise(scaled_mm(strided, dy_scale, codes.t(), scale, None, torch.bfloat16), out)
 
 
-def test_special_values() -> None:
+def test_special_values():
     a, a_scale, b, b_scale = operands(torch.device("cpu"))
     with_nan = a.float()
     with_nan[2, 3] = torch.nan
@@ -156,20 +150,20 @@ def test_special_values() -> None:
     assert scaled_mm(a, torch.tensor(1e30), b, b_scale, None, torch.float16).isinf().any()
 
 
-def test_autocast_does_not_change_it(device: torch.device) -> None:
+def test_autocast_does_not_change_it(device):
     args = operands(device)
     plain = scaled_mm(*args, None, torch.float32)
     with torch.autocast(device.type, torch.bfloat16):
         assert_bitwise(scaled_mm(*args, None, torch.float32), plain)
 
 
-def test_it_keeps_torch_library_rules(device: torch.device) -> None:
+def test_it_keeps_torch_library_rules(device):
     args = (*operands(device, scaling="row"), torch.randn(32, device=device), torch.bfloat16)
     check_operator(scaled_mm, args)
     torch.library.opcheck(scaled_mm._opoverload, args, test_utils="test_aot_dispatch_dynamic")
 
 
-def test_a_cpu_multiplies_everything_and_a_broken_device_says_why() -> None:
+def test_a_cpu_multiplies_everything_and_a_broken_device_says_why():
     e4m3 = torch.float8_e4m3fn
     assert unsupported_reason(torch.device("cpu"), e4m3, e4m3, True) is None
     reason = unsupported_reason(torch.device("mps"), e4m3, e4m3, False)
@@ -177,7 +171,7 @@ def test_a_cpu_multiplies_everything_and_a_broken_device_says_why() -> None:
         assert reason.startswith("mps: ")
 
 
-def test_running_out_of_memory_is_not_taken_for_missing_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_is_not_taken_for_missing_fp8(monkeypatch):
     def full(*_: object, **__: object) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -194,7 +188,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("row_wise", [True, False])
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_a_right_product_passes_the_trial(pair: tuple[torch.dtype, torch.dtype], row_wise: bool) -> None:
+def test_a_right_product_passes_the_trial(pair, row_wise):
     assert trial_error(CPU, *pair, row_wise) is None
 
 
@@ -221,7 +215,7 @@ def spoiled(how: str, forward_too: bool = True) -> Any:
 
 
 @pytest.mark.parametrize("how", ["one NaN", "a tile", "rows", "columns"])
-def test_a_wrong_product_is_refused(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_product_is_refused(how, monkeypatch):
     """In forward or, as FBGEMM's with slow accumulation, in backward alone."""
     monkeypatch.setattr("coat_core.ops.scaled_mm._sizes", (256, 256, 256))
     for forward_too in (True, False):
@@ -230,7 +224,7 @@ def test_a_wrong_product_is_refused(how: str, monkeypatch: pytest.MonkeyPatch) -
         assert "a wrong product of 256 x 256 x 256, with a scale per row" in reason
 
 
-def test_rounding_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounding_is_not_refused(monkeypatch):
     monkeypatch.setattr("coat_core.ops.scaled_mm.scaled_mm", spoiled("14 bits of each sum"))
     assert trial_error(CPU, *PAIRS[0], True) is None
 
@@ -251,9 +245,7 @@ def int8_operands(m: int, n: int, k: int, one_scale: bool = False) -> tuple[Tens
     ],
     ids=str,
 )
-def test_int8_gemm_kernel_has_the_references_bits(
-    case: tuple[Any, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_int8_gemm_kernel_has_the_references_bits(case, device, monkeypatch):
     shape, one_scale, dtype, rotation = case
     monkeypatch.setattr(kernels, "PROGRAMS", 1 if shape[0] > 100 else 128)  # both tiles
     a, a_scale, b, b_scale, bias = int8_operands(*shape, one_scale)
@@ -262,7 +254,7 @@ def test_int8_gemm_kernel_has_the_references_bits(
         assert_bitwise(kernels.int8_mm(*moved(arguments, device)).cpu(), reference(int8_mm, *arguments))
 
 
-def test_the_int8_gemm_is_exact() -> None:
+def test_the_int8_gemm_is_exact():
     a, a_scale, b, b_scale, bias = int8_operands(5, 32, 4096)
     a[0], b[0] = INT8_MAX, INT8_MAX
     exact = (a.double() @ b.double().t()).to(torch.float32) * a_scale * b_scale.t() + bias
@@ -272,9 +264,7 @@ def test_the_int8_gemm_is_exact() -> None:
 @pytest.mark.triton
 @pytest.mark.parametrize("granularity", [PER_TENSOR, PER_ROW], ids=str)
 @pytest.mark.parametrize(("shape", "n", "k"), [((4,), 33, 16), ((2, 3), 64, 300), ((17,), 48, 32)])
-def test_few_rows_kernel_sums_in_another_order(
-    shape: tuple[int, ...], n: int, k: int, granularity: Granularity, device: torch.device
-) -> None:
+def test_few_rows_kernel_sums_in_another_order(shape, n, k, granularity, device):
     x, weight, bias = torch.randn(*shape, 2 * k)[..., ::2], torch.randn(n, k), torch.randn(n)
     x[..., 3], weight[0], weight[1] = 1e4, 0, weight[1] * 1e4
     codes, scale, _ = quantize(weight, "e4m3", granularity)

@@ -1,7 +1,5 @@
 """Parameters, gradients and a plain reference for the optimizer tests."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from functools import partial

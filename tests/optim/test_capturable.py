@@ -1,7 +1,5 @@
 """Step counters and lr on the device, for CUDA graphs: the same training, in another place."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import Parameter
@@ -26,7 +24,7 @@ def assert_close(ours: list[Parameter], theirs: list[Parameter]) -> None:
 
 @pytest.mark.parametrize("tensor_lr", [False, True])
 @pytest.mark.parametrize("name", ["unquantized", "default", "integers", "drawn"])
-def test_capturable_trains_as_without(name: str, tensor_lr: bool, device: torch.device) -> None:
+def test_capturable_trains_as_without(name, tensor_lr, device):
     """Moments to the bit, draws included; each parameter counts its own steps."""
     config, made = CONFIGS.get(name, FP8QuantizationConfig(use_dynamic_range_expansion=False)), []
     for capturable in (False, True):
@@ -44,7 +42,7 @@ def test_capturable_trains_as_without(name: str, tensor_lr: bool, device: torch.
 
 
 @pytest.mark.parametrize("name", ["unquantized", "integers"])
-def test_a_step_is_skipped_where_the_device_says_so(name: str, device: torch.device) -> None:
+def test_a_step_is_skipped_where_the_device_says_so(name, device):
     optimizer, twin = (FP8AdamW(on(device), lr=1e-3, capturable=True, fp8_config=CONFIGS[name]) for _ in range(2))
     for step, skipped in enumerate([1.0, 0.0, 1.0, 1.0, 0.0]):
         optimizer.found_inf = torch.tensor(skipped, device=device)
@@ -58,7 +56,7 @@ def test_a_step_is_skipped_where_the_device_says_so(name: str, device: torch.dev
     assert {state["step"].item() for state in optimizer.state.values()} == {2.0}
 
 
-def test_found_inf_needs_counters_on_the_device() -> None:
+def test_found_inf_needs_counters_on_the_device():
     params = make_params(SHAPES)
     optimizer = FP8AdamW(params)
     optimizer.found_inf = torch.zeros(())
@@ -68,7 +66,7 @@ def test_found_inf_needs_counters_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("saved", [False, True])
-def test_state_loads_across_both(saved: bool, device: torch.device) -> None:
+def test_state_loads_across_both(saved, device):
     params = on(device)
     optimizer = FP8AdamW(params, capturable=saved, fp8_config=CONFIGS["plain"])
     run(optimizer, params, range(3))
@@ -86,7 +84,7 @@ def test_state_loads_across_both(saved: bool, device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("capturable", [False, True])
 @pytest.mark.parametrize("tensor_lr", [False, True])
-def test_no_step_waits_for_the_gpu(capturable: bool, tensor_lr: bool) -> None:
+def test_no_step_waits_for_the_gpu(capturable, tensor_lr):
     device = torch.device("cuda")
     params = on(device)
     lr = torch.tensor(1e-3, device=device) if tensor_lr else 1e-3
@@ -104,7 +102,7 @@ def test_no_step_waits_for_the_gpu(capturable: bool, tensor_lr: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["unquantized", "default", "integers"])
-def test_a_replayed_graph_goes_on_as_steps_do(name: str) -> None:
+def test_a_replayed_graph_goes_on_as_steps_do(name):
     """Warm-up on a side stream, capture, three replays with new gradients and another lr, against eager steps."""
     device = torch.device("cuda")
     ours, theirs = on(device), on(device)
@@ -136,7 +134,7 @@ def test_a_replayed_graph_goes_on_as_steps_do(name: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_capture_needs_capturable_and_a_state() -> None:
+def test_a_capture_needs_capturable_and_a_state():
     params = on(torch.device("cuda"))
     set_grads(params, 0)
     for optimizer, message in (
@@ -157,7 +155,7 @@ def _moved(state: dict[str, torch.Tensor], key: str) -> None:
 
 @pytest.mark.parametrize("change", [_replaced, _moved])
 @pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq_scale", "step"])
-def test_a_state_tensor_that_somebody_replaced_counts(change, key: str) -> None:
+def test_a_state_tensor_that_somebody_replaced_counts(change, key):
     """The state lies packed, but what stands in `state` is what is used."""
     config = CONFIGS["plain" if key.endswith("scale") else "unquantized"]
     made = []
@@ -170,7 +168,7 @@ def test_a_state_tensor_that_somebody_replaced_counts(change, key: str) -> None:
     assert_same(*made)
 
 
-def test_parameters_that_join_later_keep_the_state_of_the_others() -> None:
+def test_parameters_that_join_later_keep_the_state_of_the_others():
     """A first gradient for more parameters makes a new packed state; what was read from it before stays in place."""
     together, alone = make_params(SHAPES), make_params(SHAPES)
     optimizer, first = FP8AdamW(together), FP8AdamW(alone[:2])

@@ -1,7 +1,5 @@
 """FP8AdamW against torch.optim.AdamW and a per-tensor reference, exact; odd gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import Parameter
@@ -37,7 +35,7 @@ from tests.optim.common import (
     ],
     ids=str,
 )
-def test_unquantized_is_bit_equal_to_adamw(options: dict[str, object]) -> None:
+def test_unquantized_is_bit_equal_to_adamw(options):
     gaps = options.get("gaps", False)
     options = {key: value for key, value in options.items() if key != "gaps"}
     theirs = torch.optim.AdamW(make_params(), foreach=False, **options)
@@ -49,7 +47,7 @@ def test_unquantized_is_bit_equal_to_adamw(options: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_equals_the_per_tensor_reference(name: str, dtype: torch.dtype) -> None:
+def test_equals_the_per_tensor_reference(name, dtype):
     """On the CPU; the GPU's kernel against the reference: tests/kernels/test_adamw.py."""
     ours, theirs = make_params(dtype=dtype), make_params(dtype=dtype)
     optimizer = FP8AdamW(ours, lr=1e-3, weight_decay=0.02, fp8_config=CONFIGS[name])
@@ -70,7 +68,7 @@ def test_equals_the_per_tensor_reference(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_lora_start_gradient_of_a_is_zero_at_step_one(name: str) -> None:
+def test_lora_start_gradient_of_a_is_zero_at_step_one(name):
     """B = 0 makes the first gradient of A exactly zero: A must stay, bit for bit, and go on normally."""
     a, b = Parameter(torch.randn(16, 50)), Parameter(torch.zeros(30, 16))
     start = a.detach().clone()
@@ -90,7 +88,7 @@ def test_lora_start_gradient_of_a_is_zero_at_step_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["default", "plain", "integers", "unquantized"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_non_finite_gradients_show_in_the_parameter(name: str, bad: float) -> None:
+def test_non_finite_gradients_show_in_the_parameter(name, bad):
     param, healthy = Parameter(torch.ones(300)), Parameter(torch.ones(300))
     optimizer = FP8AdamW([param, healthy], fp8_config=CONFIGS[name])
     for step in range(3):

@@ -1,7 +1,5 @@
 """Save, load, continue: bitwise where nothing changed, re-quantized where it did, refused where it does not fit."""
 
-from __future__ import annotations
-
 import logging
 import re
 from typing import Any
@@ -51,7 +49,7 @@ def run_both(*optimizers: torch.optim.Optimizer) -> None:
     ("name", "dtype"),
     [*((name, torch.float32) for name in CONFIGS), ("drawn", torch.bfloat16), ("drawn", torch.float16)],
 )
-def test_continuation_is_bitwise_equal(name: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+def test_continuation_is_bitwise_equal(name, dtype, caplog):
     config = CONFIGS.get(name, FP8QuantizationConfig(stochastic_rounding=True))
     optimizer = trained(config, dtype)
     twin = resumed(optimizer, config)
@@ -64,7 +62,7 @@ def test_continuation_is_bitwise_equal(name: str, dtype: torch.dtype, caplog: py
     assert not caplog.records
 
 
-def test_group_values_come_from_the_file_but_fp8_and_parameters_do_not() -> None:
+def test_group_values_come_from_the_file_but_fp8_and_parameters_do_not():
     optimizer = trained(CONFIGS["block_16"])
     optimizer.param_groups[0].update(lr=0.5, weight_decay=0.25)
     twin = FP8AdamW(params := copies(params_of(optimizer)), fp8_config=CONFIGS["default"])
@@ -91,7 +89,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("old", "new"), CHANGES)
-def test_a_change_of_storage_requantizes_and_says_so_once(old: str, new: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_change_of_storage_requantizes_and_says_so_once(old, new, caplog):
     optimizer = trained(CONFIGS[old])
     twin = resumed(optimizer, CONFIGS[new])
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
@@ -118,7 +116,7 @@ def test_a_change_of_storage_requantizes_and_says_so_once(old: str, new: str, ca
     assert not caplog.records
 
 
-def test_other_expansion_constants_keep_the_codes(caplog: pytest.LogCaptureFixture) -> None:
+def test_other_expansion_constants_keep_the_codes(caplog):
     optimizer = trained(CONFIGS["default"])
     other = FP8QuantizationConfig(expansion=ExpansionConfig(range_fraction=1.0, exponent_step=0.0))
     assert_same(optimizer, resumed(optimizer, other))
@@ -127,7 +125,7 @@ def test_other_expansion_constants_keep_the_codes(caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["default", "unquantized"])
-def test_adamw_file_is_taken_over(dtype: torch.dtype, name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_adamw_file_is_taken_over(dtype, name, caplog):
     adamw = torch.optim.AdamW(make_params(SHAPES, dtype), lr=3e-4, foreach=False)
     run(adamw, params_of(adamw), range(3))
     twin = resumed(adamw, CONFIGS[name])
@@ -146,7 +144,7 @@ def test_adamw_file_is_taken_over(dtype: torch.dtype, name: str, caplog: pytest.
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS.keys() - {"unquantized"}))
-def test_adamw_fails_at_its_first_step_with_8_bit_moments(name: str) -> None:
+def test_adamw_fails_at_its_first_step_with_8_bit_moments(name):
     optimizer = trained(CONFIGS[name])
     adamw = torch.optim.AdamW(copies(params_of(optimizer)))
     adamw.load_state_dict(through_file(optimizer.state_dict()))
@@ -154,7 +152,7 @@ def test_adamw_fails_at_its_first_step_with_8_bit_moments(name: str) -> None:
         run(adamw, params_of(adamw), range(3, 4))
 
 
-def test_adamw_takes_over_moments_in_fp32() -> None:
+def test_adamw_takes_over_moments_in_fp32():
     optimizer = trained(CONFIGS["unquantized"])
     adamw = torch.optim.AdamW(copies(params_of(optimizer)), foreach=False)
     adamw.load_state_dict(through_file(optimizer.state_dict()))
@@ -163,7 +161,7 @@ def test_adamw_takes_over_moments_in_fp32() -> None:
     assert_same(optimizer, adamw)
 
 
-def test_state_of_parameters_that_had_no_gradient_may_be_missing() -> None:
+def test_state_of_parameters_that_had_no_gradient_may_be_missing():
     params = make_params(SHAPES)
     optimizer = FP8AdamW(params)
     run(optimizer, params[:2], range(3))
@@ -216,7 +214,7 @@ DAMAGE = {  # what the message must name
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_a_file_that_does_not_fit_is_refused_and_nothing_changes(case: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_does_not_fit_is_refused_and_nothing_changes(case, caplog):
     damage, message = DAMAGE[case]
     optimizer, before = trained(CONFIGS["default"]), trained(CONFIGS["default"])
     file = through_file(optimizer.state_dict())

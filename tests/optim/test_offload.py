@@ -1,7 +1,5 @@
 """`FP8AdamW(offload="cpu")`: the bits of the optimizer without it, through slots of bounded size."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from dataclasses import replace
@@ -59,7 +57,7 @@ def train(optimizer: FP8AdamW, steps: range, fused: bool) -> FP8AdamW:
 
 @pytest.mark.parametrize(("offload", "fused"), [("none", True), ("cpu", False), ("cpu", True)])
 @pytest.mark.parametrize("name", KINDS)
-def test_every_bit_is_that_of_one_step_with_moments_on_the_device(name: str, offload: str, fused: bool) -> None:
+def test_every_bit_is_that_of_one_step_with_moments_on_the_device(name, offload, fused):
     made = []
     for way in (("none", False), (offload, fused)):
         params = make_params(SHAPES, torch.bfloat16 if "drawn" in name else torch.float32)
@@ -72,7 +70,7 @@ def test_every_bit_is_that_of_one_step_with_moments_on_the_device(name: str, off
 
 
 @each_way
-def test_two_dtypes_a_skipped_step_parameters_without_gradient_and_one_not_contiguous(fused: bool) -> None:
+def test_two_dtypes_a_skipped_step_parameters_without_gradient_and_one_not_contiguous(fused):
     made = []
     for offload in ("none", "cpu"):
         params = [*make_params(SHAPES), *make_params(SHAPES, torch.bfloat16, seed=2)]
@@ -94,7 +92,7 @@ def test_two_dtypes_a_skipped_step_parameters_without_gradient_and_one_not_conti
 
 
 @each_way
-def test_a_run_goes_on_with_and_without_offload(fused: bool) -> None:
+def test_a_run_goes_on_with_and_without_offload(fused):
     name = "integers, drawn"
     whole = FP8AdamW(make_params(SHAPES, torch.bfloat16), fp8_config=KINDS[name])
     last = copy.deepcopy(whole)
@@ -107,7 +105,7 @@ def test_a_run_goes_on_with_and_without_offload(fused: bool) -> None:
     assert_same(whole, last)
 
 
-def test_a_copy_of_the_optimizer_is_offloaded_too() -> None:
+def test_a_copy_of_the_optimizer_is_offloaded_too():
     optimizer = train(FP8AdamW(make_params(SHAPES), offload="cpu"), range(2), False)
     twin = copy.deepcopy(optimizer)
     assert_same(train(optimizer, range(2, 4), False), train(twin, range(2, 4), True))
@@ -115,7 +113,7 @@ def test_a_copy_of_the_optimizer_is_offloaded_too() -> None:
 
 
 @pytest.mark.parametrize(("name", "size"), [("default", 1000), ("integers, drawn", 3 * LIMIT)])
-def test_what_the_slots_take_is_known(name: str, size: int) -> None:
+def test_what_the_slots_take_is_known(name, size):
     params = [Parameter(torch.zeros(size)), Parameter(torch.zeros(5))]
     optimizer = FP8AdamW(params, fp8_config=KINDS[name], offload="cpu")
     assert optimizer.staging == []
@@ -131,7 +129,7 @@ def test_what_the_slots_take_is_known(name: str, size: int) -> None:
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 @pytest.mark.parametrize("changed", [False, True], ids=["as it was", "another format"])
-def test_a_load_holds_the_moments_once(offload: str, changed: bool) -> None:
+def test_a_load_holds_the_moments_once(offload, changed):
     """The packed buffers, what one parameter's conversion takes, and nothing else."""
     shapes = [(8, 64)] * 80
     saved = FP8AdamW(make_params(shapes), fp8_config=CONFIGS["integers"] if changed else DRAWN)
@@ -149,7 +147,7 @@ def test_a_load_holds_the_moments_once(offload: str, changed: bool) -> None:
         assert_same(saved, optimizer)
 
 
-def test_a_seed_that_changes_after_a_load_is_drawn_from() -> None:
+def test_a_seed_that_changes_after_a_load_is_drawn_from():
     """The stand-alone trainer puts the config's values back into the groups that came from a file."""
     saved, ends = train(FP8AdamW(make_params([(64, 64)]), fp8_config=DRAWN, seed=1), range(1), False), []
     file = through_file(saved.state_dict())
@@ -162,7 +160,7 @@ def test_a_seed_that_changes_after_a_load_is_drawn_from() -> None:
     assert_same(*ends)
 
 
-def test_blocks_on_their_way_out_of_a_slot_come_back_to_it() -> None:
+def test_blocks_on_their_way_out_of_a_slot_come_back_to_it():
     """On a GPU the copy of the same blocks into another slot would not wait for it."""
     stored = storages(FP8QuantizationConfig())
     staging = Staging({name: empty_moment(9, storage, CPU) for name, storage in stored.items()}, stored, CPU)
@@ -175,9 +173,7 @@ def test_blocks_on_their_way_out_of_a_slot_come_back_to_it() -> None:
     assert used == [0, 0, 1, 0, 2, 0, 1]
 
 
-def test_memory_that_cannot_be_pinned_is_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_memory_that_cannot_be_pinned_is_said(monkeypatch, caplog):
     given: list[Any] = []
     fails = SimpleNamespace(cudaHostRegister=lambda *args: given.append(args) or 2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fails)
@@ -198,7 +194,7 @@ def test_memory_that_cannot_be_pinned_is_said(
     assert launches == ["cuda"]
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_what_cannot_be_is_refused():
     params = make_params([(4, 4)])
     with pytest.raises(ValueError, match="offload='gpu': must be one of none, cpu"):
         FP8AdamW(params, offload="gpu")
@@ -206,7 +202,7 @@ def test_what_cannot_be_is_refused() -> None:
         ShardedFP8AdamW({"weight": params[0]}, offload="cpu")
 
 
-def test_a_probe_takes_the_parts_of_a_parameter_for_one() -> None:
+def test_a_probe_takes_the_parts_of_a_parameter_for_one():
     params = make_params([(64,), (70, 100)], torch.bfloat16)
     set_grads(params, 0)
     with CastProbe(None, {"b.bias": params[0], "b.weight": params[1]}) as probe:

@@ -1,7 +1,5 @@
 """Options of FP8AdamW: from YAML words to stored tensors (`build_optimizer`), and what is refused by name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import Parameter
@@ -30,7 +28,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
         ({"enabled": False}, None, (torch.float32, torch.float32)),
     ],
 )
-def test_options_decide_what_is_stored(block, optimizer_params, expected) -> None:
+def test_options_decide_what_is_stored(block, optimizer_params, expected):
     param = Parameter(torch.ones(200))
     optimizer = build_optimizer([param], 1e-3, COATConfig.from_dict(block), optimizer_params)
     run(optimizer, [param], range(1))
@@ -38,7 +36,7 @@ def test_options_decide_what_is_stored(block, optimizer_params, expected) -> Non
 
 
 @pytest.mark.parametrize("where", ["block", "optimizer_params"])
-def test_moment_rounding_comes_from_the_config_and_draws_from_the_seed(where: str) -> None:
+def test_moment_rounding_comes_from_the_config_and_draws_from_the_seed(where):
     rounding = {"moment_rounding": "stochastic"}
     config = COATConfig.from_dict({"optimizer": rounding} if where == "block" else {})
     codes = []
@@ -53,7 +51,7 @@ def test_moment_rounding_comes_from_the_config_and_draws_from_the_seed(where: st
     assert not torch.equal(codes[0][1], codes[1][1])
 
 
-def test_the_start_line_names_how_each_moment_is_stored() -> None:
+def test_the_start_line_names_how_each_moment_is_stored():
     options = {"m1_format": "int8_ratio", "stochastic_rounding": True, "use_dynamic_range_expansion": False}
     line = describe_optimizer(build_optimizer(make_params(), 1e-3, COATConfig.from_dict({"optimizer": options})))
     assert "exp_avg int8_ratio (block 128), exp_avg_sq e4m3 (block 128, plain)" in line
@@ -64,7 +62,7 @@ def test_the_start_line_names_how_each_moment_is_stored() -> None:
 
 
 @pytest.mark.parametrize("name", ["amsgrad", "foreach", "differentiable", "fused"])
-def test_torch_options_are_refused_by_name_when_on(name: str) -> None:
+def test_torch_options_are_refused_by_name_when_on(name):
     with pytest.raises(ValueError, match=rf"{name}=True: not supported by FP8AdamW"):
         FP8AdamW(make_params(), **{name: True})
     with pytest.raises(ValueError, match=rf"{name}=True"):
@@ -74,25 +72,25 @@ def test_torch_options_are_refused_by_name_when_on(name: str) -> None:
     assert not torch.equal(params[0], make_params()[0])
 
 
-def test_unknown_option_is_a_type_error_that_names_it() -> None:
+def test_unknown_option_is_a_type_error_that_names_it():
     with pytest.raises(TypeError, match=r"block_size=64: FP8AdamW has no such option"):
         FP8AdamW(make_params(), block_size=64)
 
 
 @pytest.mark.parametrize("seed", [-1, 1.5, True])
-def test_a_seed_is_a_whole_number(seed: object) -> None:
+def test_a_seed_is_a_whole_number(seed):
     with pytest.raises(ValueError, match=f"seed={seed}"):
         FP8AdamW(make_params(), seed=seed)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float64])
-def test_other_dtypes_are_refused_by_position(dtype: torch.dtype) -> None:
+def test_other_dtypes_are_refused_by_position(dtype):
     bad = Parameter(torch.zeros(3, 2, dtype=dtype))
     with pytest.raises(ValueError, match=rf"param_groups\[0\]\['params'\]\[1\] of shape \(3, 2\) has dtype {dtype}"):
         FP8AdamW([Parameter(torch.zeros(2)), bad])
 
 
-def test_sparse_gradient_is_refused_by_position_before_anything_moves() -> None:
+def test_sparse_gradient_is_refused_by_position_before_anything_moves():
     dense = Parameter(torch.ones(4))
     embedding = torch.nn.Embedding(5, 3, sparse=True)
     optimizer = FP8AdamW([{"params": [dense]}, {"params": embedding.parameters()}])

@@ -1,7 +1,5 @@
 """What torch.optim asks of an optimizer, as a table; with moments in fp32 results are those of torch's AdamW."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable
@@ -179,7 +177,7 @@ CASES = {case.__name__: case for case in TABLE} | {name: partial(scheduled, name
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_does_what_adamw_does(case: str) -> None:
+def test_it_does_what_adamw_does(case):
     results = []
     for name in ("torch", "unquantized", "default", "integers"):
         torch.manual_seed(1)
@@ -215,7 +213,7 @@ ERRORS: dict[str, Callable[[Make], Any]] = {
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_its_errors_are_adamws(case: str) -> None:
+def test_its_errors_are_adamws(case):
     with pytest.raises((TypeError, ValueError)) as theirs:
         ERRORS[case](torch.optim.AdamW)
     with pytest.raises(type(theirs.value)) as ours:
@@ -223,7 +221,7 @@ def test_its_errors_are_adamws(case: str) -> None:
     assert str(ours.value).startswith(str(theirs.value))
 
 
-def test_a_duplicate_is_warned_of_and_updated_once() -> None:
+def test_a_duplicate_is_warned_of_and_updated_once():
     (once,), (twice,) = make_params([(7,)]), make_params([(7,)])
     with pytest.warns(UserWarning, match="duplicate parameters"):
         optimizer = FP8AdamW([("a", twice), ("a", twice)])
@@ -237,7 +235,7 @@ BAD = {"eps": -1e-8, "betas": (0.9,), "lr": -1.0, "weight_decay": -0.1, "fp8": {
 
 
 @pytest.mark.parametrize(("key", "value"), BAD.items())
-def test_a_group_is_checked_too(key: str, value: object) -> None:
+def test_a_group_is_checked_too(key, value):
     optimizer = FP8AdamW(make_params()[:1])
     with pytest.raises(ValueError, match=key):
         optimizer.add_param_group({"params": make_params(), key: value})
@@ -245,7 +243,7 @@ def test_a_group_is_checked_too(key: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("said", [True, False])
-def test_groups_that_agree_say_what_is_capturable(said: bool) -> None:
+def test_groups_that_agree_say_what_is_capturable(said):
     params = make_params()
     groups = [{"params": part, "capturable": said} for part in (params[:2], params[2:])]
     optimizer = FP8AdamW(groups, capturable=not said)

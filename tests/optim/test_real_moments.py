@@ -1,7 +1,5 @@
 """The acceptance line of the optimizer, on moments of a real (small, short) LoRA training of a real FLUX class."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 
@@ -94,7 +92,7 @@ def captures() -> dict[int, Moments]:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_expansion_lowers_the_error_of_the_update_and_keeps_exp_avg_sq(step: int, captures: dict[int, Moments]) -> None:
+def test_expansion_lowers_the_error_of_the_update_and_keeps_exp_avg_sq(step, captures):
     plain, lost_by_plain = measure(captures[step], PLAIN)
     expanded, lost = measure(captures[step], EXPANDED)
     assert lost == 0.0
@@ -104,7 +102,7 @@ def test_expansion_lowers_the_error_of_the_update_and_keeps_exp_avg_sq(step: int
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_integer_formats_are_better_than_expansion_at_every_depth(step: int, captures: dict[int, Moments]) -> None:
+def test_integer_formats_are_better_than_expansion_at_every_depth(step, captures):
     """At the bytes of the codes, and with half of the numbers per block."""
     moments = captures[step]
     for depth in {depth_of(key) for key in moments}:
@@ -114,7 +112,7 @@ def test_integer_formats_are_better_than_expansion_at_every_depth(step: int, cap
         assert ours * INTEGER_FORMATS_GAIN[step > 2] <= measure(here, EXPANDED)[0]
 
 
-def test_not_above_bitsandbytes(captures: dict[int, Moments]) -> None:
+def test_not_above_bitsandbytes(captures):
     theirs = measure(captures[30], dynamic_8bit)[0]
     assert measure(captures[30], INTEGERS)[0] < theirs
     assert measure(captures[30], EXPANDED)[0] <= theirs

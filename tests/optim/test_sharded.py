@@ -1,7 +1,5 @@
 """FP8AdamW under FSDP2: real processes (gloo), and what one process can tell without others."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 from typing import Any
@@ -143,7 +141,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
     return folder, run(2, folder)
 
 
-def test_two_processes_are_one_to_the_bit_and_one_resumes_them(two: tuple[Path, dict[str, Any]]) -> None:
+def test_two_processes_are_one_to_the_bit_and_one_resumes_them(two):
     end = two[1]
     model = make_model()
     optimizer = make_optimizer(model)
@@ -161,7 +159,7 @@ def test_two_processes_are_one_to_the_bit_and_one_resumes_them(two: tuple[Path, 
     assert_same(optimizer.state_dict()["state"], resumed.state_dict()["state"])
 
 
-def test_three_processes_resume_two(two: tuple[Path, dict[str, Any]]) -> None:
+def test_three_processes_resume_two(two):
     folder, saved = two
     end = run(3, folder, resumes=True)
     model = make_model()
@@ -186,7 +184,7 @@ def test_three_processes_resume_two(two: tuple[Path, dict[str, Any]]) -> None:
         ((), 2, True),
     ],
 )
-def test_what_a_shard_would_cut(shape: tuple[int, ...], processes: int, cut: bool) -> None:
+def test_what_a_shard_would_cut(shape, processes, cut):
     module = nn.Module()
     module.weight = nn.Parameter(torch.zeros(shape))
     module.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)

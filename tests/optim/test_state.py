@@ -1,7 +1,5 @@
 """What is stored, that packing, chunking and strides do not change it, and what a step costs the host."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -31,7 +29,7 @@ from tests.optim.common import (
 STOCHASTIC = FP8QuantizationConfig(stochastic_rounding=True)
 
 
-def test_state_bytes_counts_codes_and_per_block_numbers() -> None:
+def test_state_bytes_counts_codes_and_per_block_numbers():
     param = Parameter(torch.randn(1024, 16))
     param.grad = torch.randn_like(param)
     sizes = {}
@@ -52,7 +50,7 @@ def test_state_bytes_counts_codes_and_per_block_numbers() -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 256])
-def test_chunk_size_changes_no_bit(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+def test_chunk_size_changes_no_bit(monkeypatch, limit):
     config = replace(CONFIGS["integers"], moment_rounding="stochastic")
 
     def trained() -> FP8AdamW:
@@ -66,7 +64,7 @@ def test_chunk_size_changes_no_bit(monkeypatch: pytest.MonkeyPatch, limit: int) 
     assert_same(expected, trained())
 
 
-def test_chunks_end_at_the_limit_and_where_the_packed_state_does_not_go_on() -> None:
+def test_chunks_end_at_the_limit_and_where_the_packed_state_does_not_go_on():
     def found(sizes: tuple[int, ...], first_blocks: tuple[int, ...]) -> list[tuple[list[tuple[int, int, int]], slice]]:
         return [(chunk.pieces, chunk.rows) for chunk in chunks(sizes, first_blocks, 4, 8)]
 
@@ -81,7 +79,7 @@ def test_chunks_end_at_the_limit_and_where_the_packed_state_does_not_go_on() -> 
     assert found((), ()) == []
 
 
-def test_stochastic_rounding_moves_bf16_parameters_that_nearest_leaves() -> None:
+def test_stochastic_rounding_moves_bf16_parameters_that_nearest_leaves():
     def mean_after(stochastic: bool) -> float:
         param = Parameter(torch.ones(4_000, dtype=torch.bfloat16))
         config = replace(STOCHASTIC, stochastic_rounding=stochastic)
@@ -95,7 +93,7 @@ def test_stochastic_rounding_moves_bf16_parameters_that_nearest_leaves() -> None
     assert mean_after(stochastic=True) == pytest.approx(1 - 50 * 1e-4, abs=5e-4)
 
 
-def test_stochastic_rounding_leaves_fp32_parameters_and_the_generator_alone() -> None:
+def test_stochastic_rounding_leaves_fp32_parameters_and_the_generator_alone():
     exact, stochastic = FP8AdamW(make_params()), FP8AdamW(make_params(), fp8_config=STOCHASTIC)
     run(exact, params_of(exact), range(3))
     before = torch.get_rng_state()
@@ -133,7 +131,7 @@ def counted_step(n_params: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]
     return counts
 
 
-def test_the_cost_of_a_step_does_not_grow_with_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cost_of_a_step_does_not_grow_with_the_parameters(monkeypatch):
     monkeypatch.setattr(adamw, "_fp8_adamw_step", adamw._fp8_adamw_step._init_fn)  # to see into the operator
     few, many = (counted_step(n_params, monkeypatch) for n_params in (2, 100))
     assert few == many
@@ -155,7 +153,7 @@ def drawn(name: str, rounding: str = "stochastic") -> FP8QuantizationConfig:
 
 
 @pytest.mark.parametrize("name", ["e4m3", "integers"])
-def test_mean_of_exp_avg_sq_stays_where_nearest_drifts(name: str) -> None:
+def test_mean_of_exp_avg_sq_stays_where_nearest_drifts(name):
     """60 steps of gradients that are each as large as ever: v is far from its end, and falls and rises."""
     spread = torch.logspace(-3, 0, 16 * 128)[torch.randperm(16 * 128, generator=torch.Generator().manual_seed(0))]
     params = [Parameter(torch.zeros(16, 128)) for _ in range(3)]
@@ -176,7 +174,7 @@ def test_mean_of_exp_avg_sq_stays_where_nearest_drifts(name: str) -> None:
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
-def test_each_step_has_draws_of_its_own(rounding: str) -> None:
+def test_each_step_has_draws_of_its_own(rounding):
     """With beta2 0 and the same gradient v is the same at every step, and only its draws differ."""
     param = Parameter(torch.zeros(8, 128))
     optimizer = FP8AdamW([param], betas=(0.9, 0.0), fp8_config=drawn("e4m3", rounding))
@@ -190,7 +188,7 @@ def test_each_step_has_draws_of_its_own(rounding: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["e4m3", "integers"])
-def test_a_parameter_draws_the_same_whoever_else_has_a_gradient(name: str) -> None:
+def test_a_parameter_draws_the_same_whoever_else_has_a_gradient(name):
     """Nor do where its blocks are packed, the others' dtypes and the order of arrival change a bit."""
     together, apart = ([*make_params(), *make_params(dtype=torch.bfloat16)] for _ in range(2))
     config = replace(drawn(name), stochastic_rounding=True)

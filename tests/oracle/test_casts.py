@@ -4,8 +4,6 @@
 fp32 halfway points; `stochastic_cast` by counting how often it rounds up, and that it never leaves the two neighbours.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from fractions import Fraction
@@ -55,7 +53,7 @@ def _ml_dtypes_codes(x: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 @formats
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_16_bit_value_equals_ml_dtypes(dtype: torch.dtype, fmt: Format, device: torch.device) -> None:
+def test_every_16_bit_value_equals_ml_dtypes(dtype, fmt, device):
     x = ALL_BITS.view(dtype)
     x = x[~x.isnan()]  # ±inf stay in: they clamp
     assert x.numel() == 65536 - {torch.bfloat16: 2 * 127, torch.float16: 2 * 1023}[dtype]
@@ -66,7 +64,7 @@ def test_every_16_bit_value_equals_ml_dtypes(dtype: torch.dtype, fmt: Format, de
 
 @formats
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_nan_stays_nan_and_infinities_clamp(dtype: torch.dtype, fmt: Format, device: torch.device) -> None:
+def test_nan_stays_nan_and_infinities_clamp(dtype, fmt, device):
     x = torch.tensor([math.nan, -math.nan, math.inf, -math.inf], dtype=dtype, device=device)
     back = saturating_cast(x, fmt).to(torch.float32).tolist()
     assert math.isnan(back[0])
@@ -92,7 +90,7 @@ def _fp32_specials(fmt: Format) -> list[float]:
 
 
 @formats
-def test_fp32_ties_and_their_neighbours_equal_exact_arithmetic(fmt: Format, device: torch.device) -> None:
+def test_fp32_ties_and_their_neighbours_equal_exact_arithmetic(fmt, device):
     specials = _fp32_specials(fmt)
     expected = torch.tensor([round_to_format(value, fmt) for value in specials], dtype=torch.float32)
     codes = saturating_cast(torch.tensor(specials, dtype=torch.float32, device=device), fmt)
@@ -129,9 +127,7 @@ def _grid(value: float, dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("sign", [1.0, -1.0], ids=["positive", "negative"])
 @pytest.mark.parametrize("fraction", [0.5, 1.0 / 64.0])
 @pytest.mark.parametrize(("dtype", "low", "high"), INTERVALS)
-def test_rounds_up_as_often_as_it_should(
-    dtype: torch.dtype, low: float, high: float, fraction: float, sign: float
-) -> None:
+def test_rounds_up_as_often_as_it_should(dtype, low, high, fraction, sign):
     low, high = _grid(low, dtype), _grid(high, dtype)
     x = torch.tensor(sign * (low + fraction * (high - low)), dtype=torch.float32)
     exact_fraction = (abs(x.double().item()) - low) / (high - low)  # after x itself was rounded to fp32
@@ -143,7 +139,7 @@ def test_rounds_up_as_often_as_it_should(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_representable_value_is_unchanged(dtype: torch.dtype, device: torch.device) -> None:
+def test_every_representable_value_is_unchanged(dtype, device):
     exact = ALL_BITS.view(dtype).to(device)
     exact = exact[~exact.isnan()]  # ±inf included
     for _ in range(3):
@@ -151,7 +147,7 @@ def test_every_representable_value_is_unchanged(dtype: torch.dtype, device: torc
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nan_and_infinities_pass_through(dtype: torch.dtype, device: torch.device) -> None:
+def test_nan_and_infinities_pass_through(dtype, device):
     x = torch.tensor([math.nan, math.inf, -math.inf, -math.nan], device=device)
     back = rounded(x, dtype)
     assert back.isnan().tolist() == [True, False, False, True]
@@ -159,7 +155,7 @@ def test_nan_and_infinities_pass_through(dtype: torch.dtype, device: torch.devic
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_never_beyond_the_two_neighbours(dtype: torch.dtype) -> None:
+def test_never_beyond_the_two_neighbours(dtype):
     limit = torch.finfo(dtype).max
     exponents = torch.linspace(-45, math.log10(limit), 200_000, dtype=torch.float64)
     x = (10.0**exponents * (torch.rand(200_000, dtype=torch.float64) + 0.5)).clamp(max=limit).to(torch.float32)
@@ -176,6 +172,6 @@ def _step(x: torch.Tensor, steps: int) -> torch.Tensor:
     return (x.view(torch.int16) + steps).view(x.dtype)
 
 
-def test_fp16_clamps_finite_values_above_its_range() -> None:
+def test_fp16_clamps_finite_values_above_its_range():
     x = torch.tensor([65504.0, 65519.0, 1e6, -3e38])
     assert rounded(x, torch.float16).tolist() == [65504.0, 65504.0, 65504.0, -65504.0]

@@ -1,14 +1,12 @@
 """What must hold of dynamic range expansion for every fp32 block."""
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 import torch
 from hypothesis import given
 
 from coat_core.config import ExpansionConfig
 from coat_core.expansion import dequantize_blocks, expand, expansion_parameters, quantize_blocks
-from coat_core.formats import FORMATS, Format
+from coat_core.formats import FORMATS
 
 # any finite fp32 bit pattern but the sign: zero, subnormals, 1e-38 to 3.4e38
 magnitudes = st.integers(0, 0x7F7FFFFF)
@@ -34,7 +32,7 @@ def blocks(draw: st.DrawFn) -> torch.Tensor:
 
 
 @given(blocks(), formats, configs)
-def test_nothing_nonzero_comes_back_zero(x: torch.Tensor, fmt: Format, config: ExpansionConfig) -> None:
+def test_nothing_nonzero_comes_back_zero(x, fmt, config):
     codes, scale, *numbers = quantize_blocks(x, fmt, config)
     back = dequantize_blocks(codes, scale, *numbers)
     assert back.isfinite().all()
@@ -51,7 +49,7 @@ def test_nothing_nonzero_comes_back_zero(x: torch.Tensor, fmt: Format, config: E
 
 
 @given(blocks(), formats)
-def test_expansion_keeps_order(x: torch.Tensor, fmt: Format) -> None:
+def test_expansion_keeps_order(x, fmt):
     center, exponent = expansion_parameters(x, fmt, ExpansionConfig())
     ordered = x.sort(dim=-1).values
     expanded = expand(ordered, center, exponent)
@@ -61,7 +59,7 @@ def test_expansion_keeps_order(x: torch.Tensor, fmt: Format) -> None:
 
 
 @given(blocks(), formats, st.booleans(), st.sampled_from([0.0, 1e-30, 1e30, float("nan"), float("inf")]))
-def test_a_block_does_not_see_its_neighbours(x: torch.Tensor, fmt: Format, expansion: bool, value: float) -> None:
+def test_a_block_does_not_see_its_neighbours(x, fmt, expansion, value):
     config = ExpansionConfig() if expansion else None
     pairs = (torch.cat([x[:1], x[:1]]), torch.cat([x[:1], torch.full_like(x[:1], value)]))
     beside_itself, beside_other = (dequantize_blocks(*quantize_blocks(pair, fmt, config)) for pair in pairs)

@@ -1,7 +1,5 @@
 """`coat-flux plan` and the run take one decision: for a config and sizes both have the same `BlockPlan`."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from dataclasses import replace
@@ -95,7 +93,7 @@ JOBS = {
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_the_plan_is_the_run(folder: Path, name: str) -> None:
+def test_the_plan_is_the_run(folder, name):
     """On a GPU too, as far as the decision goes: the blocks run on the CPU and are told of a GPU."""
     blocks, room, device = JOBS[name]
     raw = engine_job("run", model=folder, images="not here", out="output", **blocks)

@@ -1,7 +1,5 @@
 """What must hold of quantize and dequantize for every tensor that users (and hardware) come up with."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import hypothesis.strategies as st
@@ -73,7 +71,7 @@ def _groups(x: torch.Tensor, granularity: Granularity) -> list[tuple[tuple[int, 
 
 
 @given(cases())
-def test_each_group_has_its_scale_and_each_element_is_within_half_a_step(case: Case) -> None:
+def test_each_group_has_its_scale_and_each_element_is_within_half_a_step(case):
     """Half an ulp, relative for normals and absolute for subnormals."""
     codes, scale, granularity = quantize(case.x, case.fmt.name, case.granularity)
     assert (codes.dtype, codes.shape, granularity) == (case.fmt.dtype, case.x.shape, case.granularity)
@@ -96,7 +94,7 @@ def test_each_group_has_its_scale_and_each_element_is_within_half_a_step(case: C
 
 
 @given(cases())
-def test_neither_memory_layout_nor_another_round_trip_changes_codes(case: Case) -> None:
+def test_neither_memory_layout_nor_another_round_trip_changes_codes(case):
     first = quantize(case.x, case.fmt.name, case.granularity)
     dense = quantize(case.x.contiguous(), case.fmt.name, case.granularity)
     assert_bitwise(first.codes.view(torch.uint8).contiguous(), dense.codes.view(torch.uint8))
@@ -109,7 +107,7 @@ def test_neither_memory_layout_nor_another_round_trip_changes_codes(case: Case) 
 
 
 @given(cases())
-def test_groups_are_independent(case: Case) -> None:
+def test_groups_are_independent(case):
     """Each group quantized alone, as a tensor, gives the codes it got among the others."""
     codes, _, granularity = quantize(case.x, case.fmt.name, case.granularity)
     coded = _groups(codes.to(torch.float32), granularity)

@@ -1,7 +1,5 @@
 """Malformed configs as one table: what is wrong, for which trainer, and what the one line about it must name."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path

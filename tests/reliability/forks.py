@@ -5,8 +5,6 @@ events: opening, making and removing files and folders, links and renames. What 
 them is not seen, but a kill there leaves the same as a kill at the next one.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Makes the photos and folders of these tests: tagged with colour profiles, cut out, damaged."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib

@@ -1,7 +1,5 @@
 """Malformed configs: one line that names the place. Mutated ones: a job or findings, no traceback, no ignored key."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,7 +15,7 @@ from coat_flux.config.coat import OPTIONS
 from coat_flux.config.findings import ConfigError, Finding
 from coat_flux.config.job import JobConfig
 from coat_flux.config.job_file import load_job_yaml
-from tests.reliability.bad_configs import ALONE, BAD_CONFIGS, BAD_TEXTS, BOTH, Bad, check_job_file, job_with
+from tests.reliability.bad_configs import ALONE, BAD_CONFIGS, BAD_TEXTS, BOTH, check_job_file, job_with
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +32,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("case", "trainer"), CASES)
-def test_a_bad_job_is_one_error_at_its_key(case: Bad, trainer: str) -> None:
+def test_a_bad_job_is_one_error_at_its_key(case, trainer):
     job = job_with(case.changes)
     errors = [item for item in check_job_dict(job, file="f.yaml", trainer=trainer) if item.severity == "error"]
     (item,) = errors
@@ -46,7 +44,7 @@ def test_a_bad_job_is_one_error_at_its_key(case: Bad, trainer: str) -> None:
 
 
 @pytest.mark.parametrize(("suffix", "content", "where", "says"), BAD_TEXTS)
-def test_a_bad_file_is_one_error(suffix: str, content: str | bytes, where: str, says: str, tmp_path: Path) -> None:
+def test_a_bad_file_is_one_error(suffix, content, where, says, tmp_path):
     path = tmp_path / f"job{suffix}"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     (item,) = check_job_file(path)
@@ -144,14 +142,14 @@ def check_renamed(job: dict[str, Any], path: Path_, new: str, trainer: str) -> N
         assert f"{dotted(path[:-1])}.{new.strip()}" in [item.key.replace(". ", ".") for item in items]
 
 
-def test_the_configs_have_no_error() -> None:
+def test_the_configs_have_no_error():
     assert [errors(job, trainer) for job in JOBS for trainer in BOTH] == [[]] * (2 * len(JOBS))
 
 
 @pytest.mark.parametrize("trainer", BOTH)
 @settings(max_examples=30)
 @given(place=st.sampled_from(KEYS), how=st.integers(0, 7), where=st.integers(0, 40))
-def test_a_renamed_key_is_always_named(trainer: str, place: tuple[int, Path_], how: int, where: int) -> None:
+def test_a_renamed_key_is_always_named(trainer, place, how, where):
     i, path = place
     new = mangled(path[-1], how, where)
     assume(new not in {path[-1], *NAMES})
@@ -161,7 +159,7 @@ def test_a_renamed_key_is_always_named(trainer: str, place: tuple[int, Path_], h
 @pytest.mark.parametrize("trainer", BOTH)
 @settings(max_examples=50)
 @given(data=st.data())
-def test_mutated_jobs_are_answered_and_accepted_ones_ignore_no_key(trainer: str, data: st.DataObject) -> None:
+def test_mutated_jobs_are_answered_and_accepted_ones_ignore_no_key(trainer, data):
     job = copy.deepcopy(data.draw(st.sampled_from(JOBS)))
     for _ in range(data.draw(st.integers(1, 3))):
         mutate(job, data)

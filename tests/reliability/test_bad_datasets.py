@@ -1,7 +1,5 @@
 """Every usual way a folder of photos and captions is wrong, each answered with one clear finding."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys
@@ -160,7 +158,7 @@ def inspect(folder: Path, trigger: str | None = TRIGGER, **settings: Any) -> Dat
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_each_is_answered_with_one_clear_finding(case: Bad, tmp_path: Path) -> None:
+def test_each_is_answered_with_one_clear_finding(case, tmp_path):
     folder = good_folder(tmp_path / "photos")
     case.make(folder)
     start = time.process_time()

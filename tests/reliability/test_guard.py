@@ -1,7 +1,5 @@
 """The guard on the real model: runs that die end with the cause, healthy runs pass."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -66,7 +64,7 @@ class Run:
         return losses
 
 
-def test_a_healthy_run_passes_and_is_told_what_its_casts_lose() -> None:
+def test_a_healthy_run_passes_and_is_told_what_its_casts_lose():
     run = Run(1e-3, zero_b=True, health_every=4, dead_lora_steps=2)
     losses = run.train(4)
     run.guard.check_save(4, final=True)
@@ -87,7 +85,7 @@ def test_a_healthy_run_passes_and_is_told_what_its_casts_lose() -> None:
     ],
     ids=["fused", "generic", "recomputed"],
 )
-def test_being_watched_changes_no_bit(block: dict[str, Any]) -> None:
+def test_being_watched_changes_no_bit(block):
     watched, unwatched = Run(1e-3, block, health_every=1), Run(1e-3, block, health_every=1000)
     unwatched.step = watched.step = 9  # not the step of the first look
     assert watched.train(2) == unwatched.train(2)
@@ -95,7 +93,7 @@ def test_being_watched_changes_no_bit(block: dict[str, Any]) -> None:
     assert (len(watched.log.details), len(unwatched.log.details)) == (1, 0)  # the first step of a process is left alone
 
 
-def test_a_cast_that_loses_too_much_ends_the_run() -> None:
+def test_a_cast_that_loses_too_much_ends_the_run():
     run = Run(1e-3)
     block = run.model.transformer_blocks[1]
     block.attn.to_out[0].base_layer.bias.data[0] = 1e7  # what follows has one huge channel
@@ -103,7 +101,7 @@ def test_a_cast_that_loses_too_much_ends_the_run() -> None:
         run.train(2)
 
 
-def test_gradients_that_vanish_in_e4m3_name_their_layer_and_pass_in_e5m2() -> None:
+def test_gradients_that_vanish_in_e4m3_name_their_layer_and_pass_in_e5m2():
     def spiked(grad_format: str) -> Run:
         activation = {"grad_format": grad_format, "linear_granularity": "per_tensor"}  # rows have scales of their own
         run = Run(1e-3, {"activation": activation}, max_underflow=0.9)  # e5m2 loses 56 %, e4m3 98 %
@@ -136,7 +134,7 @@ def clothing_run(root: Path, lr: float, steps: int, from_step: int | None = None
     return [loss for _, loss in kept[-1].record["held_out_loss"]]
 
 
-def test_a_rate_too_high_ends_the_run_and_the_way_back_ends_well(tmp_path: Path) -> None:
+def test_a_rate_too_high_ends_the_run_and_the_way_back_ends_well(tmp_path):
     make_mini_flux(tmp_path / EMBEDDED_MODEL)
     clothing_run(tmp_path, 2e-3, 18)
     with pytest.raises(DeadRunError, match=r"times that without it.*train\.lr.* --from-step 12") as end:
@@ -148,7 +146,7 @@ def test_a_rate_too_high_ends_the_run_and_the_way_back_ends_well(tmp_path: Path)
     assert last < start
 
 
-def test_comparisons_change_no_bit_of_a_run(tmp_path: Path) -> None:
+def test_comparisons_change_no_bit_of_a_run(tmp_path):
     average = {"ema_config": {"use_ema": True, "ema_decay": 0.9}}
     blocks = {"network": {"dropout": 0.2}, "train": {"steps": 9, "gradient_accumulation": 2, **average}}
     with tiny_place(tmp_path) as place:

@@ -4,8 +4,6 @@ Every file operation of a save is tried, and random moments of whole runs. After
 before or the new one, whole, and a resumed run ends bit for bit as the one that was never stopped.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import random
@@ -134,7 +132,7 @@ def every_operation(attempt: Callable[[int], bool], stride: int = 1) -> int:
     return next(number for number in range(0, 1000, stride) if not attempt(number))
 
 
-def test_a_kill_at_any_file_operation_of_a_save_leaves_a_whole_checkpoint(one_save: OneSave) -> None:
+def test_a_kill_at_any_file_operation_of_a_save_leaves_a_whole_checkpoint(one_save):
     seen: list[str] = []
 
     def attempt(number: int) -> bool:
@@ -151,7 +149,7 @@ def test_a_kill_at_any_file_operation_of_a_save_leaves_a_whole_checkpoint(one_sa
     assert seen == ["before"] * change + ["after"] * (count + 1 - change)
 
 
-def test_a_kill_while_a_step_is_saved_again_leaves_one_of_the_two(place: dict[str, Path], tmp_path: Path) -> None:
+def test_a_kill_while_a_step_is_saved_again_leaves_one_of_the_two(place, tmp_path):
     run, kept = tmp_path / "run", tmp_path / "kept"
 
     def save(text: str) -> None:
@@ -180,7 +178,7 @@ def test_a_kill_while_a_step_is_saved_again_leaves_one_of_the_two(place: dict[st
     assert every_operation(attempt) > 20
 
 
-def test_a_kill_at_any_file_operation_of_a_repair_is_repaired(one_save: OneSave) -> None:
+def test_a_kill_at_any_file_operation_of_a_repair_is_repaired(one_save):
     """The save is killed right after its commit, and then the start that would have put it right."""
     replace = os.replace
 
@@ -211,9 +209,7 @@ def test_a_kill_at_any_file_operation_of_a_repair_is_repaired(one_save: OneSave)
     [(errno.ENOSPC, "free some of this disk", 2), (errno.EACCES, "make the folder writable", 8)],
     ids=["full", "forbidden"],
 )
-def test_a_refused_file_operation_of_a_save_is_told_and_leaves_a_whole_checkpoint(
-    one_save: OneSave, number: int, remedy: str, stride: int
-) -> None:
+def test_a_refused_file_operation_of_a_save_is_told_and_leaves_a_whole_checkpoint(one_save, number, remedy, stride):
     message, reached = one_save.run.with_name("message"), one_save.run.with_name("reached")
     refusals = 0
 
@@ -242,7 +238,7 @@ def test_a_refused_file_operation_of_a_save_is_told_and_leaves_a_whole_checkpoin
     assert refusals > 20 // stride
 
 
-def test_a_disk_that_fills_up_within_a_file_is_told(one_save: OneSave) -> None:
+def test_a_disk_that_fills_up_within_a_file_is_told(one_save):
     """The system itself refuses to write further, below Python: files of at most so many bytes."""
     message = one_save.run.with_name("message")
     for name in ("published.safetensors", "optimizer.pt"):
@@ -268,9 +264,7 @@ def results(run: Path) -> dict[str, Any]:
     return {name: content(folder / name) for name in ("optimizer.pt", "lora.safetensors", "ema.safetensors")}
 
 
-def test_runs_killed_at_random_moments_end_as_the_one_never_stopped(
-    place: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_killed_at_random_moments_end_as_the_one_never_stopped(place, monkeypatch):
     whole = results(COATTrainer(job_of("whole", place, every=1000)).train().parent)
     run, rng = place["out"] / "killed", random.Random(0)
     kills = committed = told = 0

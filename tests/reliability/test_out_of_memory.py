@@ -5,8 +5,6 @@ raises. Where recomputation is exact (activations in high precision, exact block
 those of a step that never failed, bit for bit; with FP8 they are those of a run that recomputes every block.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable
@@ -117,9 +115,7 @@ def recomputing() -> Training:
 
 
 @pytest.mark.parametrize(("moment", "after"), [("forward pass", 3), ("backward pass", 300)])
-def test_the_step_is_explained_and_the_retry_recomputes_every_block(
-    recomputing: Training, moment: str, after: int
-) -> None:
+def test_the_step_is_explained_and_the_retry_recomputes_every_block(recomputing, moment, after):
     training = Training({})
     before = training.weights()
     with pytest.raises(torch.OutOfMemoryError) as error, RunsOut(training.phases, moment, after):
@@ -140,7 +136,7 @@ def test_the_step_is_explained_and_the_retry_recomputes_every_block(
     assert less == recomputing.kept_bytes()
 
 
-def test_transposed_weights_go_first_and_change_nothing() -> None:
+def test_transposed_weights_go_first_and_change_nothing():
     training, expected = Training({}), Training({})
     runner = BlockRunner.of(training.model)
     training.step()
@@ -158,7 +154,7 @@ def test_transposed_weights_go_first_and_change_nothing() -> None:
     assert "all 4 blocks recompute" in recompute_more(training.model)
 
 
-def test_what_config_or_trainer_fix_and_a_model_without_blocks_stay_unchanged() -> None:
+def test_what_config_or_trainer_fix_and_a_model_without_blocks_stay_unchanged():
     for coat, allows in (({"memory": {"checkpointing": "none"}}, True), ({}, False)):
         model, _, _ = coat_flux_model(coat, allow_recompute=allows)
         assert recompute_more(model) is None
@@ -166,7 +162,7 @@ def test_what_config_or_trainer_fix_and_a_model_without_blocks_stay_unchanged() 
     assert recompute_more(nn.Linear(2, 2)) is None
 
 
-def test_a_later_larger_picture_does_not_take_the_choice_back() -> None:
+def test_a_later_larger_picture_does_not_take_the_choice_back():
     training = Training({})
     training.step()
     recompute_more(training.model)
@@ -208,9 +204,7 @@ def freed(job: JobConfig, phase: str = "step") -> dict[str, int]:
     return sizes
 
 
-def test_remedies_have_their_megabytes_and_come_cheapest_first(
-    card: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_remedies_have_their_megabytes_and_come_cheapest_first(card, monkeypatch):
     memory = {"checkpointing": "none", "transposed_weights": "always"}
     sizes = freed(big_job(memory=memory, activation={"attention": "bf16"}))
     assert sizes.pop("coat.memory.transposed_weights: never") == round(912 * 3072**2 / 1e6)  # weights that see tokens
@@ -236,9 +230,7 @@ def test_remedies_have_their_megabytes_and_come_cheapest_first(
     assert "coat.memory.checkpointing: all" not in samples
 
 
-def test_gaps_and_other_processes_are_named_with_what_to_do(
-    card: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gaps_and_other_processes_are_named_with_what_to_do(card, monkeypatch):
     monkeypatch.setattr(cards, "EDITS", ())
     text = "\n".join(explained(lambda: big_job()))
     assert "held now: activations and workspace 15.0 GB" in text  # nothing else is known of this run
@@ -253,7 +245,7 @@ def test_gaps_and_other_processes_are_named_with_what_to_do(
     assert "other processes" not in text
 
 
-def test_the_phase_is_the_one_that_the_error_left(card: dict[str, float]) -> None:
+def test_the_phase_is_the_one_that_the_error_left(card):
     phases = PhaseTracker(CUDA, None)
     phases.enter("step")
     with contextlib.suppress(torch.OutOfMemoryError), phases.during("sample"):
@@ -265,7 +257,7 @@ def test_the_phase_is_the_one_that_the_error_left(card: dict[str, float]) -> Non
     assert phases.under_way == "step"
 
 
-def test_cpu_memory_is_told_apart_from_the_cards(card: dict[str, float]) -> None:
+def test_cpu_memory_is_told_apart_from_the_cards(card):
     error = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 2 bytes.")
     lines = explained(lambda: big_job(), phase="load", error=error)
     assert lines[1].startswith("plan: 12.")  # T5 in bf16, and Python
@@ -274,7 +266,7 @@ def test_cpu_memory_is_told_apart_from_the_cards(card: dict[str, float]) -> None
     assert not any("network.linear" in line for line in lines)
 
 
-def test_an_explanation_that_fails_says_so_and_goes_on(card: dict[str, float], monkeypatch) -> None:
+def test_an_explanation_that_fails_says_so_and_goes_on(card, monkeypatch):
     def no_job() -> JobConfig:
         raise ConfigError("job.yaml: network.type=lokr")
 
@@ -307,9 +299,7 @@ def failing_dgrad(at: int) -> Callable[..., Tensor]:
     return dgrad
 
 
-def test_a_run_goes_on_with_the_same_weights(
-    place: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_goes_on_with_the_same_weights(place, monkeypatch, capsys):
     expected = run_lora("fits", place, "auto")
     monkeypatch.setattr("coat_core.linear.function.dgrad", failing_dgrad(60))
     monkeypatch.setattr("coat_flux.watch.step_watch.explain_oom", lambda error, *_: f"explained: {error}")
@@ -320,9 +310,7 @@ def test_a_run_goes_on_with_the_same_weights(
     assert_all_bitwise(weights, expected)
 
 
-def test_a_run_that_may_not_recompute_more_ends_with_the_explanation(
-    place: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_may_not_recompute_more_ends_with_the_explanation(place, monkeypatch):
     monkeypatch.setattr("coat_core.linear.function.dgrad", failing_dgrad(60))
     monkeypatch.setattr(cards, "EDITS", ())
     with pytest.raises(OutOfMemory, match=r"in the phase step \(backward pass\): CUDA out of memory") as error:

@@ -1,7 +1,5 @@
 """Cut-outs reach the VAE and the loss as the config asks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

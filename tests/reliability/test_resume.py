@@ -3,8 +3,6 @@
 Steps, saves and restarts are real; what is cut is the model, to four adapters.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import re
@@ -108,9 +106,7 @@ FULL: dict[str, Any] = {
 }
 
 
-def test_a_diverged_run_ends_as_the_good_one_by_the_advice_it_prints(
-    place: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_diverged_run_ends_as_the_good_one_by_the_advice_it_prints(place, tmp_path, capsys):
     """Through the command line: it names the learning rate, and the command that goes back."""
     run, config = place["out"] / "diverged", tmp_path / "diverged.yaml"
 
@@ -136,9 +132,7 @@ def test_a_diverged_run_ends_as_the_good_one_by_the_advice_it_prints(
     assert len(rows(run)) == 12
 
 
-def test_an_interrupt_saves_the_step_and_the_run_goes_on_exactly(
-    place: dict[str, Path], at_step: Any, capsys: pytest.CaptureFixture
-) -> None:
+def test_an_interrupt_saves_the_step_and_the_run_goes_on_exactly(place, at_step, capsys):
     """With torch's AdamW."""
     settings = {"steps": 3, "lr_scheduler": "cosine", "batch_size": 2}
     whole = train("calm", place, train=settings)
@@ -156,7 +150,7 @@ def test_an_interrupt_saves_the_step_and_the_run_goes_on_exactly(
     assert_same_end(whole, run)
 
 
-def test_a_second_interrupt_ends_at_once(place: dict[str, Path], at_step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_interrupt_ends_at_once(place, at_step, monkeypatch):
     monkeypatch.setattr("coat_flux.base.interrupts.ONE_PRESS_SECONDS", -1.0)
 
     def twice() -> None:
@@ -217,7 +211,7 @@ def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_no_model")
 @pytest.mark.parametrize("kind", REFUSED)
-def test_another_run_is_refused_by_name(place: dict[str, Path], base: Path, tmp_path: Path, kind: str) -> None:
+def test_another_run_is_refused_by_name(place, base, tmp_path, kind):
     change, words = REFUSED[kind]
     change = change(place, tmp_path) if callable(change) else change
     blocks = {"coat": {}, **change}
@@ -229,7 +223,7 @@ def test_another_run_is_refused_by_name(place: dict[str, Path], base: Path, tmp_
 
 
 @pytest.mark.usefixtures("_no_model")
-def test_8_bit_moments_of_a_save_without_our_state_are_for_no_other_optimizer(copied: dict[str, Path]) -> None:
+def test_8_bit_moments_of_a_save_without_our_state_are_for_no_other_optimizer(copied):
     shutil.rmtree(copied["out"] / "base" / "coat")
     with pytest.raises(ResumeError, match=r"coat_fp8_adamw, .*train\.optimizer=adamw cannot"):
         train("base", copied, train={"steps": 4, "optimizer": "adamw"})
@@ -242,9 +236,7 @@ CHANGED = {
 }
 
 
-def test_what_may_change_goes_on_and_is_said(
-    copied: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_what_may_change_goes_on_and_is_said(copied, tmp_path, capsys):
     """Numerics may, data and seed where `coat.resume.allow` says so."""
     new = {"steps": 3, "gradient_checkpointing": True, "lr": 5e-4, "optimizer_params": {"weight_decay": 0.1}}
     change = {**other_images(copied, tmp_path), "process": {"training_seed": 8}}
@@ -264,7 +256,7 @@ def test_what_may_change_goes_on_and_is_said(
     assert [row["lr"] for row in rows(run)] == ["0.001", "0.001", "0.0005"]
 
 
-def test_the_measured_path_is_kept(copied: dict[str, Path]) -> None:
+def test_the_measured_path_is_kept(copied):
     """A save that says bf16 GEMMs goes on with them, where a CPU would take the config's own without measuring."""
     run = copied["out"] / "base"
     folder, record = newest_set(run), state_of(run)
@@ -282,9 +274,7 @@ def test_the_measured_path_is_kept(copied: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize(("ms", "taken"), [(1.0, "int8"), (3.0, "e4m3")])
-def test_auto_times_once_and_a_resumed_run_keeps_its_format(
-    ms: float, taken: str, place: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_times_once_and_a_resumed_run_keeps_its_format(ms, taken, place, monkeypatch):
     """A CPU is timed here as a GPU is, by a made-up clock; by the time of the resume the other one is faster."""
     monkeypatch.setattr(formats, "DEVICE", "cpu")
     monkeypatch.setenv("XDG_CACHE_HOME", str(place["out"] / taken))
@@ -311,8 +301,8 @@ def test_auto_times_once_and_a_resumed_run_keeps_its_format(
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_samples_that_cannot_be_written_do_not_end_the_run(
-    place: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+    place, monkeypatch, capsys
+):
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -333,9 +323,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_samples_that_cannot_be_written
     assert "samples of step 2" in capsys.readouterr().out
 
 
-def test_redrawn_photos_have_the_same_fidelity_after_a_kill(
-    place: dict[str, Path], killed_at: Callable[..., None], capsys: pytest.CaptureFixture
-) -> None:
+def test_redrawn_photos_have_the_same_fidelity_after_a_kill(place, killed_at, capsys):
     blocks = {
         "process": {"validation": {"hold_out": 2, "every": 10, "fidelity": True}},
         "train": {"steps": 3},
@@ -378,12 +366,8 @@ def masked(place: dict[str, Path], tmp_path: Path) -> dict[str, Any]:
 
 
 def test_masks_and_regularization_go_on_bit_for_bit_and_a_changed_mask_is_another_run(
-    place: dict[str, Path],
-    masked: dict[str, Any],
-    tmp_path: Path,
-    killed_at: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    place, masked, tmp_path, killed_at, monkeypatch
+):
     drawn = []
     original = Objective.draw
 

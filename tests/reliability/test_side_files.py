@@ -1,7 +1,5 @@
 """What happens to files beside the training, to its output and its terminal ends no run and costs no save."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -36,7 +34,7 @@ def text(path: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", TOUCHED)
-def test_a_table_changed_by_a_spreadsheet_is_kept_and_a_new_one_begins(tmp_path: Path, kind: str) -> None:
+def test_a_table_changed_by_a_spreadsheet_is_kept_and_a_new_one_begins(tmp_path, kind):
     path, said = tmp_path / "metrics.csv", []
     path.write_bytes(TOUCHED[kind])
     grown = table(path, 2, said)
@@ -51,14 +49,14 @@ def test_a_table_changed_by_a_spreadsheet_is_kept_and_a_new_one_begins(tmp_path:
         assert str(aside) in line
 
 
-def test_other_line_ends_and_quotes_are_read(tmp_path: Path) -> None:
+def test_other_line_ends_and_quotes_are_read(tmp_path):
     path, said = tmp_path / "metrics.csv", []
     path.write_bytes(b'"step","loss","lr"\r\n"1","0.5","0.001"\r\n2,0.25,0.001\r\n')
     assert table(path, 2, said).kept == 2
     assert (text(path), said) == (PLAIN, [])
 
 
-def test_a_table_that_is_a_link_is_replaced_and_its_target_left_alone(tmp_path: Path) -> None:
+def test_a_table_that_is_a_link_is_replaced_and_its_target_left_alone(tmp_path):
     mine, path = tmp_path / "mine.csv", tmp_path / "metrics.csv"
     mine.write_text(PLAIN, encoding="utf-8")
     path.symlink_to(mine)
@@ -67,7 +65,7 @@ def test_a_table_that_is_a_link_is_replaced_and_its_target_left_alone(tmp_path: 
     assert not path.is_symlink()
 
 
-def test_a_table_that_cannot_be_written_is_written_when_it_can_be(tmp_path: Path) -> None:
+def test_a_table_that_cannot_be_written_is_written_when_it_can_be(tmp_path):
     path, said = tmp_path / "coat" / "metrics.csv", []
     path.mkdir(parents=True)  # as one that is locked
     grown = table(path, 0, said)
@@ -84,7 +82,7 @@ def test_a_table_that_cannot_be_written_is_written_when_it_can_be(tmp_path: Path
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
-def test_a_removed_folder_of_tensorboard_is_made_again(tmp_path: Path) -> None:
+def test_a_removed_folder_of_tensorboard_is_made_again(tmp_path):
     folder, said = tmp_path / "board", []
     board = TensorBoard(folder, 0, said.append)
     for step in range(1, 9):
@@ -113,7 +111,7 @@ open(sys.argv[1], "w").write("done")
 """
 
 
-def test_output_whose_reader_has_gone_ends_nothing(tmp_path: Path) -> None:
+def test_output_whose_reader_has_gone_ends_nothing(tmp_path):
     done = tmp_path / "done"
     command = [sys.executable, "-c", PRINTS, str(done)]
     process: Any = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -128,7 +126,7 @@ HANG_UP = pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has 
 
 
 @HANG_UP
-def test_a_hang_up_never_ends_the_save_and_stays_ignored_under_nohup(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hang_up_never_ends_the_save_and_stays_ignored_under_nohup(monkeypatch):
     monkeypatch.setattr("coat_flux.base.interrupts.ONE_PRESS_SECONDS", -1.0)
     monkeypatch.setattr("coat_flux.base.interrupts.READER_SECONDS", 0.0)
     lines: list[str] = []
@@ -166,7 +164,7 @@ sys.exit(130)
 
 
 @HANG_UP
-def test_output_that_nobody_reads_any_more_does_not_cost_the_save(tmp_path: Path) -> None:
+def test_output_that_nobody_reads_any_more_does_not_cost_the_save(tmp_path):
     """Standard output is a terminal that is closed, standard error a pipe whose reader has ended."""
     import pty
 

@@ -1,7 +1,5 @@
 """`coat-flux bench`: its rows, the work of a step against published counts, medians, processes, the tests before it."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ LEAST_MS = {(512, False): (46.4, 68.2), (1024, False): (174.2, 249.8), (1024, Tr
     ("resolution", "tokens", "linear", "attention"),
     [(512, 1536, 2 * 19.83, 3.5 * 1.65), (1024, 4608, 2 * 59.49, 3.5 * 14.87)],
 )
-def test_operations_of_a_step(resolution: int, tokens: int, linear: float, attention: float) -> None:
+def test_operations_of_a_step(resolution, tokens, linear, attention):
     work = step_work(FLUX, resolution, 1, recomputed=False)
     linears, attended, adapters = work
     assert token_count(resolution) == tokens
@@ -43,13 +41,13 @@ def test_operations_of_a_step(resolution: int, tokens: int, linear: float, atten
 
 
 @pytest.mark.parametrize(("resolution", "fp8"), LEAST_MS)
-def test_least_times(resolution: int, fp8: bool) -> None:
+def test_least_times(resolution, fp8):
     works = [step_work(FLUX, resolution, 1, recomputed=recomputed) for recomputed in (False, True)]
     times = [least_ms(H200, work, fp8_linears=fp8) for work in works]
     assert times == pytest.approx(LEAST_MS[resolution, fp8], rel=ANCHOR_TIME_RTOL)
 
 
-def test_every_row_is_complete_and_as_its_trainer_runs_it() -> None:
+def test_every_row_is_complete_and_as_its_trainer_runs_it():
     assert len({row.name for row in CONFIGURATIONS}) == len(CONFIGURATIONS)
     for row in CONFIGURATIONS:
         config = COATConfig.from_dict(dict(row.coat or {}))
@@ -71,7 +69,7 @@ def spec(level: str, configuration: str, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("level", "name"), [("step", "coat_weight_only"), ("optimizer", "coat_fp8_adamw")])
-def test_references_are_never_timed_as_our_kernels(monkeypatch: pytest.MonkeyPatch, level: str, name: str) -> None:
+def test_references_are_never_timed_as_our_kernels(monkeypatch, level, name):
     monkeypatch.setattr(worker.torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(worker.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(worker, "triton_obstacle", lambda device: "a trial gave wrong codes")
@@ -89,7 +87,7 @@ MISSING = {
 
 
 @pytest.mark.parametrize("name", MISSING)
-def test_a_machine_that_lacks_something_is_a_reason(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_machine_that_lacks_something_is_a_reason(monkeypatch, name):
     package, reason = MISSING[name]
     monkeypatch.setattr(worker, "is_installed", lambda wanted: wanted != package)
     monkeypatch.delenv("AI_TOOLKIT_ROOT", raising=False)
@@ -119,21 +117,21 @@ def test_errors_become_results(monkeypatch, configuration, error, status, reason
     assert reason[:40].split(": ")[1] in result["traceback"]
 
 
-def test_a_process_without_a_result_has_failed() -> None:
+def test_a_process_without_a_result_has_failed():
     for seconds, words in ((60.0, ["exit code 1", "no_such_module_here"]), (1e-3, ["0.001 s"])):
         result = runner.start_worker(spec("step", "bf16"), seconds, "no_such_module_here")
         assert result["status"] == "failed"
         assert [word for word in words if word not in result["reason"]] == []
 
 
-def test_full_size_steps_on_a_cpu_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_full_size_steps_on_a_cpu_are_asked_for_by_name(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for level in ("step", "all"):
         assert main(["bench", "--level", level]) == 2
         assert "--device cpu" in capsys.readouterr().err
 
 
-def test_rounds_alternate_and_what_gives_no_figures_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_alternate_and_what_gives_no_figures_is_not_tried_again(monkeypatch):
     step = {"what": "step", "resolution": 64, "batch": 1, "samples_ms": [2.0], "peak_bytes": 7, "figures": {}}
     works = {"status": "ok", "measurements": [step]}
     results = {
@@ -187,7 +185,7 @@ RUNS = [
 CARD = Card(1, "", 10.0, 20.0, gb_per_second=10.0)
 
 
-def test_medians_spread_and_speed() -> None:
+def test_medians_spread_and_speed():
     compiled, coat, toolkit, recomputed = summarize(RUNS, TINY, CARD)
     assert compiled.rounds_ms == [9.0, 11.0, 13.0]
     assert coat.rounds_ms == [4.0, 6.5, 5.0]
@@ -200,7 +198,7 @@ def test_medians_spread_and_speed() -> None:
     assert [(row.configuration, row.reason) for row in rows if row.status == "failed"] == [("coat", "late (round 4)")]
 
 
-def test_share_of_the_limit_counts_the_rows_own_work() -> None:
+def test_share_of_the_limit_counts_the_rows_own_work():
     rows = {row.configuration: row for row in summarize(RUNS, TINY, CARD)}
     work = step_work(TINY, 64, 2, recomputed=False)
     assert rows["bf16_compiled"].percent_of_limit == pytest.approx(sum(work) / 1e8 / 11.0)
@@ -215,7 +213,7 @@ def test_share_of_the_limit_counts_the_rows_own_work() -> None:
     assert summarize(runs, TINY, None)[0].percent_of_limit is None
 
 
-def test_the_table_shows_every_row(tmp_path: Path) -> None:
+def test_the_table_shows_every_row(tmp_path):
     machine = {"device": "a card", "system": "an OS", "python": "3", "versions": {}, "limit": None, "memory": ""}
     head = {"date": "today", "command": "coat-flux bench", "tests": "green", "machine": machine}
     write(tmp_path, BenchOptions(("step",)), head, RUNS, summarize(RUNS, TINY, CARD))
@@ -263,7 +261,7 @@ def test_red_tests_give_exit_code_1_and_no_figures_and_missing_ones_are_named(
         (["--level", "optimizer", "--skip-tests", "--out", __file__], "--out"),
     ],
 )
-def test_arguments_that_cannot_be(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_that_cannot_be(arguments, words, capsys):
     try:
         code = main(["bench", *arguments])
     except SystemExit as stopped:
@@ -272,13 +270,13 @@ def test_arguments_that_cannot_be(arguments: list[str], words: str, capsys: pyte
     assert words in capsys.readouterr().err
 
 
-def test_an_unusable_device_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_device_is_an_error(monkeypatch):
     monkeypatch.setattr(runner, "start_worker", lambda asked, _: worker.run(asked))
     with pytest.raises(UserError, match="--device nonsense"):
         runner.describe(BenchOptions(device="nonsense"))
 
 
-def test_cards_are_matched_by_their_whole_name() -> None:
+def test_cards_are_matched_by_their_whole_name():
     names = ("NVIDIA H200", "NVIDIA H200 NVL", "NVIDIA GeForce RTX 4090 Laptop GPU")
     assert [DEVICES.get(name) for name in names] == [H200, None, None]
     assert set(DEVICES.values()) == {card for card in CARDS if card.gb_per_second}

@@ -1,10 +1,7 @@
 """How many launches a step takes, held; and what the step model makes of them."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -60,7 +57,7 @@ def step() -> Recorder:
     return count_step(COATConfig.from_dict(dict(row.coat or {})), Geometry(), 512)
 
 
-def test_a_step_has_no_more_launches_than_before(step: Recorder) -> None:
+def test_a_step_has_no_more_launches_than_before(step):
     found: Counter[str] = Counter()
     for launch in step.launches:
         found[launch.region] += launch.count
@@ -70,7 +67,7 @@ def test_a_step_has_no_more_launches_than_before(step: Recorder) -> None:
     assert sum(count * step.times.get(region, 1) for region, count in found.items()) <= HELD_STEP
 
 
-def test_int8_takes_the_launches_and_bytes_of_fp8(step: Recorder) -> None:
+def test_int8_takes_the_launches_and_bytes_of_fp8(step):
     config = COATConfig.from_dict(dict(named(COUNT)["coat_transposed"].coat or {})).with_weights_in("int8")
     in_int8 = count_step(config, Geometry(), 512)
     sums = [[0, 0], [0, 0]]
@@ -85,7 +82,7 @@ def test_int8_takes_the_launches_and_bytes_of_fp8(step: Recorder) -> None:
     assert flops[0] == flops[1]
 
 
-def test_a_step_is_modelled_to_take_no_longer(step: Recorder) -> None:
+def test_a_step_is_modelled_to_take_no_longer(step):
     card = modelled_cards()["h200"]
     ms = by_bytes = 0.0
     for x in step.launches:
@@ -98,7 +95,7 @@ def test_a_step_is_modelled_to_take_no_longer(step: Recorder) -> None:
 
 
 @pytest.mark.parametrize("name", named(COUNT))
-def test_every_kernel_of_a_step_has_its_instructions(name: str) -> None:
+def test_every_kernel_of_a_step_has_its_instructions(name):
     """If not: `python scripts/compile_kernels.py --instructions extensions/coat_flux/bench/instructions.tsv`."""
     counted = count_step(COATConfig.from_dict(dict(named(COUNT)[name].coat or {})), Geometry(), 512)
     launches = {launch.part: launch.launched for launch in counted.launches if launch.launched is not None}
@@ -109,14 +106,14 @@ def test_every_kernel_of_a_step_has_its_instructions(name: str) -> None:
     assert fewest >= 4, "a program has four warps"
 
 
-def test_instructions_are_of_the_kernels_as_they_are() -> None:
+def test_instructions_are_of_the_kernels_as_they_are():
     """If not: `python scripts/compile_kernels.py --instructions extensions/coat_flux/bench/instructions.tsv`."""
     kernels = {name: value for module in launcher_modules() for name, value in vars(module).items()}
     digests = {name: source_digest(kernels[name]) for name in {name for name, _ in ROWS}}
     assert {name for (name, _), row in ROWS.items() if row["source"] != digests[name]} == set()
 
 
-def test_a_launch_issues_what_its_row_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_issues_what_its_row_says(monkeypatch):
     def kernel() -> None: ...
 
     kernel.arg_names = ["x", "K", "BLOCK"]
@@ -135,7 +132,7 @@ def test_a_launch_issues_what_its_row_says(monkeypatch: pytest.MonkeyPatch) -> N
     assert len({key_of(launched), key_of(other), key_of((kernel, (1,), *launched[2:]))}) == 2
 
 
-def test_a_kernel_is_bound_by_what_takes_longer() -> None:
+def test_a_kernel_is_bound_by_what_takes_longer():
     kernel = {"bytes_ms": 1.0, "issue_ms": 2.0, "bytes": 1.0, "flops": 3000.0, "resident_warps": ENOUGH_WARPS}
     assert bound_of(kernel) == "issue"
     assert bound_of({**kernel, "bytes_ms": 3.0}) == "operations"
@@ -144,7 +141,7 @@ def test_a_kernel_is_bound_by_what_takes_longer() -> None:
     assert "not counted" in bound_of({**kernel, "resident_warps": 0})
 
 
-def test_every_linear_multiplies_in_fp8_once_in_each_direction(step: Recorder) -> None:
+def test_every_linear_multiplies_in_fp8_once_in_each_direction(step):
     found = Counter(launch.region for launch in step.launches if launch.part == "_scaled_mm")
     assert found == {region: PRODUCTS[region.split()[-2]] for region in step.times}
     d, rows = Geometry().heads * HEAD_DIM, 1024 + 512
@@ -152,11 +149,11 @@ def test_every_linear_multiplies_in_fp8_once_in_each_direction(step: Recorder) -
     assert single == 2 * rows * 12 * d * d
 
 
-def test_the_host_reads_loss_and_norm_and_nothing_else(step: Recorder) -> None:
+def test_the_host_reads_loss_and_norm_and_nothing_else(step):
     assert step.reads == {UPDATE: 1}
 
 
-def test_a_launch_takes_the_longer_of_memory_and_arithmetic() -> None:
+def test_a_launch_takes_the_longer_of_memory_and_arithmetic():
     card = Card(1, "", 100.0 / RATE_SHARES["bf16"], gb_per_second=1000.0 / BANDWIDTH_SHARE, multiprocessors=132)
     assert kernel_ms(card, 2e9, 0.0, "", None) == pytest.approx(2.0 + LAUNCH_MS)
     assert set(modelled_cards()) == {"h100", "h200", "rtx3090", "rtx4090", "rtx5090"}
@@ -167,7 +164,7 @@ def test_a_launch_takes_the_longer_of_memory_and_arithmetic() -> None:
     assert kernel_ms(card, 1.0, flops, "bf16", one_tile_more) == pytest.approx(2 * 5.0 * 3 / 4 / 0.9 + LAUNCH_MS)
 
 
-def test_what_lies_between_products_is_fused() -> None:
+def test_what_lies_between_products_is_fused():
     def launch(operator: str, reads: tuple[int, ...], writes: tuple[int, ...], flops: float = 0.0) -> Launch:
         sizes = [dict.fromkeys(storages, 10) for storages in (reads, writes)]
         return Launch("single forward", "cat, add, zero", operator, "", *sizes, flops)
@@ -185,7 +182,7 @@ def test_what_lies_between_products_is_fused() -> None:
     assert (set(last.reads), set(last.writes)) == ({6, 2}, {8})
 
 
-def test_the_command_writes_count_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_count_json(tmp_path, capsys):
     small = ["--double", "1", "--single", "1", "--heads", "2", "--rank", "4", "--resolution", "64"]
     assert main(["bench", "--level", "count", *small, "--verbose", "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out

@@ -1,7 +1,5 @@
 """The check of a whole job: warnings, ai-toolkit's own keys and versions, and the verdict for both trainers."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -41,14 +39,14 @@ def findings(changes: Changes, trainer: str = "standalone", **keywords: Any) -> 
     return [(item.severity, item.key.removeprefix("config.process[0]."), item.text) for item in items]
 
 
-def test_a_finding_is_one_line_with_file_key_value_rule_and_remedy() -> None:
+def test_a_finding_is_one_line_with_file_key_value_rule_and_remedy():
     (item,) = check_job_dict(job_with({"train.steps": 0}), file="f.yaml")
     text = "must be a whole number of at least 1; write 1000, for example"
     assert item == Finding("error", "f.yaml", "config.process[0].train.steps", "0", text)
     assert item.line() == f"f.yaml: config.process[0].train.steps=0: {text}"
 
 
-def test_errors_come_before_warnings_and_what_follows_from_a_mistake_is_no_second_one() -> None:
+def test_errors_come_before_warnings_and_what_follows_from_a_mistake_is_no_second_one():
     items = findings({"sample.prompts": ["a shirt"], "train": "fast", "network.linear": "16"})
     assert [item[:2] for item in items] == [
         ("error", "network.linear"),
@@ -75,7 +73,7 @@ WARNINGS: list[tuple[tuple[str, ...], Changes, str, str]] = [
 
 
 @pytest.mark.parametrize(("trainers", "changes", "key", "says"), WARNINGS)
-def test_what_only_surprises_is_a_warning(trainers: tuple[str, ...], changes: Changes, key: str, says: str) -> None:
+def test_what_only_surprises_is_a_warning(trainers, changes, key, says):
     for trainer in trainers:
         items = [item for item in findings(changes, trainer) if item[1] == key]
         assert [item[0] for item in items] == ["warning"]
@@ -92,11 +90,11 @@ def test_what_only_surprises_is_a_warning(trainers: tuple[str, ...], changes: Ch
         {"datasets.1.resolution": 32, "coat.speed.attention": "cudnn"},
     ],
 )
-def test_what_is_just_right_has_no_finding(changes: Changes) -> None:
+def test_what_is_just_right_has_no_finding(changes):
     assert [findings(changes, trainer) for trainer in BOTH] == [[], []]
 
 
-def test_what_runs_in_ai_toolkit_alone_is_no_error() -> None:
+def test_what_runs_in_ai_toolkit_alone_is_no_error():
     sdxl = {"model": {"name_or_path": "sdxl", "is_xl": True}, "train.noise_scheduler": "ddpm", "sample.sampler": "ddpm"}
     kontext = {"model.is_flux": False, "model.arch": "flux_kontext", "datasets.0.control_path": "."}
     slider = {"type": "concept_slider", "training_folder": ..., "datasets": "x", "train": 5}
@@ -113,12 +111,12 @@ def test_what_runs_in_ai_toolkit_alone_is_no_error() -> None:
         ({"embedding": {"trigger": "x", "tokens": 4}}, "a network (a LoRA) and nothing else"),
     ],
 )
-def test_several_processes_train_a_network_in_our_process(changes: Changes, says: str | None) -> None:
+def test_several_processes_train_a_network_in_our_process(changes, says):
     texts = [text for _, key, text in findings(changes, AI_TOOLKIT, num_processes=2) if key == "num_processes"]
     assert [says is not None and says in text for text in texts] == ([] if says is None else [True])
 
 
-def test_a_validation_block_is_checked_in_both_and_measured_in_our_process_alone() -> None:
+def test_a_validation_block_is_checked_in_both_and_measured_in_our_process_alone():
     wrong = {"hold_out": 2, "every": 0}, {"hold_out": 0}, {"hold_out": "a.jpg"}, {"hold_out": []}, {"hold_out": True}
     for block in wrong:
         key = "validation.every" if "every" in block else "validation.hold_out"
@@ -142,7 +140,7 @@ def checkout(root: Path, *, train: str = "steps", version: str = VERSION) -> Pat
     return root
 
 
-def test_a_newer_ai_toolkit_may_have_newer_keys_and_one_that_cannot_be_read_leaves_the_table(tmp_path: Path) -> None:
+def test_a_newer_ai_toolkit_may_have_newer_keys_and_one_that_cannot_be_read_leaves_the_table(tmp_path):
     root = checkout(tmp_path, train="new_in_it", version="0.13.0")
     changes = {"train.new_in_it": 5, "train.loss_type": "newest"}
     ((severity, key, text),) = findings(changes, AI_TOOLKIT, toolkit_root=root)
@@ -157,7 +155,7 @@ def test_a_newer_ai_toolkit_may_have_newer_keys_and_one_that_cannot_be_read_leav
     assert [item[:2] for item in items] == [("error", "train.stpes"), ("warning", "ai-toolkit")]
 
 
-def test_ai_toolkit_is_found_by_option_variable_and_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ai_toolkit_is_found_by_option_variable_and_folder(tmp_path, monkeypatch):
     monkeypatch.delenv("AI_TOOLKIT_ROOT", raising=False)
     monkeypatch.chdir(tmp_path)
     assert find_toolkit() is None
@@ -170,7 +168,7 @@ def test_ai_toolkit_is_found_by_option_variable_and_folder(tmp_path: Path, monke
         find_toolkit(tmp_path / "nowhere")
 
 
-def test_the_table_says_one_thing_about_each_key() -> None:
+def test_the_table_says_one_thing_about_each_key():
     assert len({(row["block"], row["key"]) for row in ROWS}) == len(ROWS) > 400
     plain = {"any", "int", "float", "str", "bool", "list", "mapping", "betas", "sizes", "-"}
     for row in ROWS:
@@ -191,7 +189,7 @@ def toolkit_blocks(cls: type = JobConfig, block: str = PROCESS) -> Iterator[tupl
             yield from toolkit_blocks(inner, BLOCKS[block][key]["inner"])
 
 
-def test_supported_keys_are_those_the_stand_alone_trainer_declares_with_ai_toolkit_s_defaults() -> None:
+def test_supported_keys_are_those_the_stand_alone_trainer_declares_with_ai_toolkit_s_defaults():
     supported = {(row["block"], row["key"]) for row in ROWS if row["stand-alone"] == "supported"}
     read = {(row["block"], row["key"]) for row in ROWS}
     declared = {(block, key) for cls, block in toolkit_blocks() for key in config_fields(cls)}
@@ -216,7 +214,7 @@ def test_supported_keys_are_those_the_stand_alone_trainer_declares_with_ai_toolk
 
 
 @pytest.mark.aitk
-def test_the_checkout_reads_the_keys_of_the_table_and_its_config_classes_no_other_ones() -> None:
+def test_the_checkout_reads_the_keys_of_the_table_and_its_config_classes_no_other_ones():
     root = Path(os.environ["AI_TOOLKIT_ROOT"])
     if Toolkit(root).version != VERSION:
         pytest.skip(f"the checkout is {Toolkit(root).version}")
@@ -230,7 +228,7 @@ def test_the_checkout_reads_the_keys_of_the_table_and_its_config_classes_no_othe
 
 
 @pytest.mark.aitk
-def test_ai_toolkit_s_own_flux_examples_have_no_error() -> None:
+def test_ai_toolkit_s_own_flux_examples_have_no_error():
     root = Path(os.environ["AI_TOOLKIT_ROOT"])
     examples = sorted((root / "config" / "examples").glob("train_lora_flux*.yaml"))
     assert examples
@@ -255,7 +253,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     return call
 
 
-def test_one_extra_line_is_about_the_other_trainer(command: Any) -> None:
+def test_one_extra_line_is_about_the_other_trainer(command):
     alone, name = "the stand-alone trainer", f"ai-toolkit {VERSION}"
     run = f"'run' would train 1500 steps into {Path('output') / 'run'}"
     last = f"job.yaml: no error found for {name}; {run}"
@@ -270,7 +268,7 @@ def test_one_extra_line_is_about_the_other_trainer(command: Any) -> None:
     assert (code, out, len(err)) == (2, [f"{name}: would not run it either, for the same reasons"], 1)
 
 
-def test_whoever_is_meant_judges(command: Any, tmp_path: Path) -> None:
+def test_whoever_is_meant_judges(command, tmp_path):
     """ai-toolkit inside its folder or with --ai-toolkit; else one that is here and takes the job."""
     only_aitk, only_alone = {"datasets.0.flip_y": True}, {"device": "cuda:1"}
     with_aitk = (*HERE, "--ai-toolkit", str(checkout(tmp_path / "aitk")))
@@ -284,7 +282,7 @@ def test_whoever_is_meant_judges(command: Any, tmp_path: Path) -> None:
     assert command(only_aitk, *HERE)[0] == 0
 
 
-def test_the_data_is_checked_unless_it_is_not_wanted(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_data_is_checked_unless_it_is_not_wanted(command, monkeypatch):
     calls: list[Any] = []
 
     def inspect(datasets: Any, trigger_word: Any, photos: DataOptions, *, reads_t5: bool) -> Any:

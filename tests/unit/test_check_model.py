@@ -1,7 +1,5 @@
 """The look at a job's model, `model.arch` and GPU before it is loaded: what each trainer is told about them."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -54,7 +52,7 @@ def edit(path: Path, **entries: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
 
 
-def test_a_whole_folder_and_the_embedded_model_are_fine(model: Path) -> None:
+def test_a_whole_folder_and_the_embedded_model_are_fine(model):
     for trainer in (ALONE, AITK):
         assert found(model, trainer) == found(EMBEDDED_MODEL, trainer) == []
     assert "does not fit arch wan21" in found(EMBEDDED_MODEL, AITK, is_flux=False, arch="wan21")[0]
@@ -97,7 +95,7 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("name", SPOILT)
-def test_a_spoilt_folder_is_one_error(model: Path, name: str) -> None:
+def test_a_spoilt_folder_is_one_error(model, name):
     spoil, words = SPOILT[name]
     spoil(model)
     for trainer in (ALONE, AITK):
@@ -120,13 +118,13 @@ def test_a_spoilt_folder_is_one_error(model: Path, name: str) -> None:
         ("StableDiffusionPipeline", {"arch": "sd2"}, None),
     ],
 )
-def test_each_folder_has_its_arch_in_ai_toolkit(model: Path, pipeline: Any, keys: dict, words: str | None) -> None:
+def test_each_folder_has_its_arch_in_ai_toolkit(model, pipeline, keys, words):
     _pipeline(pipeline)(model)
     lines = found(model, AITK, **{"is_flux": False, **keys})
     assert [words in line for line in lines] == ([] if words is None else [True])
 
 
-def test_folders_around_and_inside_a_model_are_told(model: Path, tmp_path: Path) -> None:
+def test_folders_around_and_inside_a_model_are_told(model, tmp_path):
     cache, files = tmp_path / "models--x--flux", tmp_path / "unet"
     shutil.copytree(model, cache / "snapshots" / "abc")
     files.mkdir()
@@ -172,7 +170,7 @@ def test_a_model_behind_an_agreement_is_told_before_the_download(trainer, monkey
         ("black-forest-labs/FLUX.1-schnell", ALONE, {}, "downloaded from the hub"),
     ],
 )
-def test_names_on_the_hub(monkeypatch: pytest.MonkeyPatch, name: str, trainer: str, keys: dict, words: str) -> None:
+def test_names_on_the_hub(monkeypatch, name, trainer, keys, words):
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
     lines = found(name, trainer, **{"is_flux": "arch" not in keys, **keys})
     assert [words in line for line in lines] == ([] if words is None else [True])
@@ -180,7 +178,7 @@ def test_names_on_the_hub(monkeypatch: pytest.MonkeyPatch, name: str, trainer: s
     assert all(line.startswith("warning: " if warned else "error: ") for line in lines)
 
 
-def test_one_file_is_for_the_stand_alone_trainer(tmp_path: Path, model: Path) -> None:
+def test_one_file_is_for_the_stand_alone_trainer(tmp_path, model):
     from diffusers import FluxTransformer2DModel
 
     path = tmp_path / "flux1-dev.safetensors"
@@ -202,7 +200,7 @@ def test_one_file_is_for_the_stand_alone_trainer(tmp_path: Path, model: Path) ->
 
 
 @pytest.mark.skipif(not hasattr(diffusers, "Flux2KleinPipeline"), reason="this diffusers has no FLUX.2 klein")
-def test_check_and_plan_take_all_but_the_transformer_from_extras(tmp_path: Path) -> None:
+def test_check_and_plan_take_all_but_the_transformer_from_extras(tmp_path):
     whole, alone = write_flux2(tmp_path / "whole"), tmp_path / "alone"
     shutil.copytree(whole / "transformer", alone / "transformer")
     shutil.copy(whole / "model_index.json", alone)
@@ -226,7 +224,7 @@ def test_check_and_plan_take_all_but_the_transformer_from_extras(tmp_path: Path)
         (None, None, 0, None),
     ],
 )
-def test_a_gpu_that_is_not_here_is_an_error(monkeypatch: pytest.MonkeyPatch, device, version, gpus, words) -> None:
+def test_a_gpu_that_is_not_here_is_an_error(monkeypatch, device, version, gpus, words):
     monkeypatch.setattr(torch.version, "cuda", version)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
@@ -246,7 +244,7 @@ RUN = [f"{ONE} train.do_cfg=true", f"{ONE} network.type=lokr", f"{ONE} network=n
 RUN += [f"train.attention_backend=flash{KLEIN}", f"model.lora_path=/nowhere{KLEIN}"]
 
 
-def test_what_an_ai_toolkit_job_fails_without(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_ai_toolkit_job_fails_without(model, monkeypatch):
     def needs(text: str, check: Any = check_models, **options: Any) -> list[tuple[str, str]]:
         changes = {word.partition("=")[0]: yaml.safe_load(word.partition("=")[2]) for word in text.split(" ")}
         raw = job_with({"model.name_or_path": EMBEDDED_MODEL, "device": "cpu", **changes})
@@ -306,7 +304,7 @@ def test_an_arch_is_trained_refused_or_treated_cautiously(tmp_path, arch, checke
     assert all(words in item.text for item in findings.all)
 
 
-def test_an_arch_is_refused_where_coat_would_train_it() -> None:
+def test_an_arch_is_refused_where_coat_would_train_it():
     jobs = [("coat_flux_trainer", True, AITK), ("coat_flux_trainer", False, AITK), ("sd_trainer", True, AITK)]
     refused = []
     for kind, enabled, trainer in [*jobs, ("coat_flux_trainer", True, ALONE)]:  # whose own rules refuse it
@@ -317,20 +315,20 @@ def test_an_arch_is_refused_where_coat_would_train_it() -> None:
 
 
 @pytest.mark.aitk
-def test_the_families_have_every_arch_of_the_pinned_ai_toolkit() -> None:
+def test_the_families_have_every_arch_of_the_pinned_ai_toolkit():
     assert (
         set(archs_of(Path(os.environ["AI_TOOLKIT_ROOT"]))) - NO_MODELS | LEGACY == ARCHS.keys() | REFUSED.keys() - NEWER
     )
     assert not ARCHS.keys() & REFUSED.keys()
 
 
-def test_pickles_are_for_ai_toolkit_alone(model: Path) -> None:
+def test_pickles_are_for_ai_toolkit_alone(model):
     (model / "vae" / "diffusion_pytorch_model.safetensors").rename(model / "vae" / "diffusion_pytorch_model.bin")
     assert ["only as a pickle (diffusion_pytorch_model.bin)" in line for line in found(model)] == [True]
     assert found(model, AITK) == []
 
 
-def test_what_ai_toolkit_loads_of_a_flux2_folder_is_one_file(tmp_path: Path) -> None:
+def test_what_ai_toolkit_loads_of_a_flux2_folder_is_one_file(tmp_path):
     folder = tmp_path
     (folder / "model_index.json").write_text('{"_class_name": "Flux2KleinPipeline"}', encoding="utf-8")
     (line,) = found(folder, AITK, is_flux=False, arch="flux2_klein_4b")
@@ -339,7 +337,7 @@ def test_what_ai_toolkit_loads_of_a_flux2_folder_is_one_file(tmp_path: Path) -> 
     assert found(folder, AITK, is_flux=False, arch="flux2_klein_4b") == []
 
 
-def test_an_old_driver_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_driver_is_named_with_its_remedy(monkeypatch):
     def init() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040)")
 

@@ -1,7 +1,5 @@
 """Sets of files: committed by one rename, published, repaired; identities; random generators; where a run is saved."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -52,9 +50,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_a_replaced_file_is_flushed_then_renamed_then_its_folder_flushed_or_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replaced_file_is_flushed_then_renamed_then_its_folder_flushed_or_stays(tmp_path, monkeypatch):
     target = tmp_path / "file"
     write_file(target, "one")
     calls: list[str] = []
@@ -83,7 +79,7 @@ def test_a_replaced_file_is_flushed_then_renamed_then_its_folder_flushed_or_stay
             write_file(other, "three")
 
 
-def test_a_set_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+def test_a_set_takes_the_place_of_the_one_before(tmp_path):
     commit(tmp_path, 1, writer("one"), PUBLISH)
     commit(tmp_path, 1, writer("again"), PUBLISH)  # of the same step
     assert published(tmp_path) == ["lora again", "optimizer again"]
@@ -116,9 +112,7 @@ def _disk_full(folder: Path) -> None:
     ],
     ids=["while writing", "before", "another error"],
 )
-def test_a_failed_save_leaves_the_old_set(
-    tmp_path: Path, monkeypatch: Any, write: Any, free: int, kind: Any, words: str
-) -> None:
+def test_a_failed_save_leaves_the_old_set(tmp_path, monkeypatch, write, free, kind, words):
     commit(tmp_path, 1, writer("one"), PUBLISH)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     with pytest.raises(kind) as error:
@@ -132,9 +126,7 @@ def test_a_failed_save_leaves_the_old_set(
     assert names(tmp_path / "coat") == {"state-000000001"}
 
 
-def test_repair_takes_back_a_set_whose_replacement_never_came_and_puts_back_torn_and_missing_files(
-    tmp_path: Path,
-) -> None:
+def test_repair_takes_back_a_set_whose_replacement_never_came_and_puts_back_torn_and_missing_files(tmp_path):
     folder = commit(tmp_path, 1, writer("one"), PUBLISH)
     folder.rename(folder.with_name(f".replaced-{folder.name}"))
     (tmp_path / "run.safetensors").unlink()
@@ -146,7 +138,7 @@ def test_repair_takes_back_a_set_whose_replacement_never_came_and_puts_back_torn
     assert (tmp_path / "coat" / "set-aside-000000001" / "optimizer.pt").read_text(encoding="utf-8") == "opt"
 
 
-def test_repair_leaves_a_damaged_set_and_a_newer_lora_alone(tmp_path: Path) -> None:
+def test_repair_leaves_a_damaged_set_and_a_newer_lora_alone(tmp_path):
     folder = commit(tmp_path, 1, writer("one"), PUBLISH)
     (tmp_path / "optimizer.pt").unlink()
     save_file({"x": torch.ones(1)}, tmp_path / "host.safetensors", {"training_info": json.dumps({"step": 2})})
@@ -162,13 +154,13 @@ def kept(run: Path) -> list[int]:
     return [set_step(folder) for folder in committed_sets(run)]
 
 
-def test_two_sets_are_kept_the_older_one_some_steps_behind(tmp_path: Path) -> None:
+def test_two_sets_are_kept_the_older_one_some_steps_behind(tmp_path):
     for step, expected in ((2, [2]), (4, [4, 2]), (50, [50, 4]), (53, [53, 4]), (54, [54, 4]), (100, [100, 54])):
         commit(tmp_path, step, writer(str(step)), PUBLISH, apart=10)
         assert kept(tmp_path) == expected
 
 
-def test_a_damaged_byte_in_any_file_of_the_newest_set_moves_it_aside(tmp_path: Path) -> None:
+def test_a_damaged_byte_in_any_file_of_the_newest_set_moves_it_aside(tmp_path):
     def two_sets(run: Path) -> Path:
         commit(run, 1, writer("one"), PUBLISH)
         commit(run, 2, writer("two"), PUBLISH)
@@ -193,7 +185,7 @@ def test_a_damaged_byte_in_any_file_of_the_newest_set_moves_it_aside(tmp_path: P
             assert repair(run) == []
 
 
-def test_going_back_moves_what_is_newer_and_nothing_else(tmp_path: Path) -> None:
+def test_going_back_moves_what_is_newer_and_nothing_else(tmp_path):
     run = tmp_path / "run"
     for step in (3, 6):
         name = f"run_{step:09d}.safetensors"
@@ -219,7 +211,7 @@ def test_going_back_moves_what_is_newer_and_nothing_else(tmp_path: Path) -> None
     assert go_back(run, 3) == [f"{run}: step 3 is its newest state already"]
 
 
-def test_the_step_to_go_back_to_is_well_before_the_doubt_and_has_small_weights(tmp_path: Path) -> None:
+def test_the_step_to_go_back_to_is_well_before_the_doubt_and_has_small_weights(tmp_path):
     for step, growth in ((10, 1.2), (20, 12.0)):
 
         def write(folder: Path, growth: float = growth) -> None:
@@ -233,14 +225,14 @@ def test_the_step_to_go_back_to_is_well_before_the_doubt_and_has_small_weights(t
     assert good_step(tmp_path, 10, 5) is None
 
 
-def test_nothing_is_published_outside_of_the_run_folder(tmp_path: Path) -> None:
+def test_nothing_is_published_outside_of_the_run_folder(tmp_path):
     for name in ("../out", "/tmp/out", "a\\b", "c:d", ".."):
         with pytest.raises(SaveError, match="without a folder"):
             commit(tmp_path / "run", 1, writer("one"), {name: "lora"})
     assert names(tmp_path) == {"run"}
 
 
-def test_random_generators_go_on_where_they_were(tmp_path: Path) -> None:
+def test_random_generators_go_on_where_they_were(tmp_path):
     def draws() -> list[float]:
         numbers = [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()]  # noqa: NPY002
         return [*numbers, torch.rand(1).item(), torch.randn(1).item()]
@@ -279,7 +271,7 @@ def refused(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [line.strip() for line in str(error.value).splitlines()[1:]]
 
 
-def test_the_same_run_has_the_same_identity_and_another_is_refused_unless_allowed(root: Path) -> None:
+def test_the_same_run_has_the_same_identity_and_another_is_refused_unless_allowed(root):
     before, now = identity(root), identity(root, world_size=2)
     assert json.loads(json.dumps(before)) == before
     assert sorted(before["data"]["files"]) == ["0/a.png", "0/a.txt", "0/b.png", "0/b.txt"]
@@ -295,7 +287,7 @@ def test_the_same_run_has_the_same_identity_and_another_is_refused_unless_allowe
     assert require_same_run(before, now, (), "here") == changes
 
 
-def test_two_processes_are_the_same_run_as_accumulation_two() -> None:
+def test_two_processes_are_the_same_run_as_accumulation_two():
     def divided(processes: int, accumulation: int, batch_size: int = 1) -> dict[str, Any]:
         return {"world_size": processes, "batch": {"batch_size": batch_size, "gradient_accumulation": accumulation}}
 
@@ -305,7 +297,7 @@ def test_two_processes_are_the_same_run_as_accumulation_two() -> None:
     assert len(refused(divided(1, 4), divided(2, 2, batch_size=2))) == 3
 
 
-def test_changed_images_and_captions_are_counted_and_named(root: Path) -> None:
+def test_changed_images_and_captions_are_counted_and_named(root):
     before = identity(root)
     (root / "images" / "b.txt").write_text("another", encoding="utf-8")
     (root / "images" / "c.png").write_bytes(b"c")
@@ -317,7 +309,7 @@ def test_changed_images_and_captions_are_counted_and_named(root: Path) -> None:
     assert line.startswith("data: 1 -> 0 datasets")
 
 
-def test_a_moved_model_is_the_same_and_a_changed_one_is_not(root: Path) -> None:
+def test_a_moved_model_is_the_same_and_a_changed_one_is_not(root):
     before = identity(root)
     (root / "model").rename(root / "moved")
     moved = str(root / "moved")
@@ -338,7 +330,7 @@ def test_a_moved_model_is_the_same_and_a_changed_one_is_not(root: Path) -> None:
     assert len(refused(unknown, {"model": {"path": "other", "fingerprint": None}})) == 1
 
 
-def test_a_folder_takes_one_process_at_a_time_and_a_killed_one_leaves_it_free(tmp_path: Path) -> None:
+def test_a_folder_takes_one_process_at_a_time_and_a_killed_one_leaves_it_free(tmp_path):
     refused = pytest.raises(ResumeError, match=r"another process.* is training in this folder; wait for it")
     with held_by_another_process(tmp_path), refused, run_lock(tmp_path):
         pass
@@ -357,7 +349,7 @@ def disk(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that nobody can write")
-def test_a_folder_that_cannot_be_written_is_found_and_one_that_can_stays_as_it_was(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_found_and_one_that_can_stays_as_it_was(tmp_path):
     assert check_output(tmp_path / "new" / "run") == ([], [])
     assert list(tmp_path.iterdir()) == []
     for folder in (Path("/proc/run"), tmp_path / "file" / "run", tmp_path / "nowhere" / "run"):
@@ -370,7 +362,7 @@ def test_a_folder_that_cannot_be_written_is_found_and_one_that_can_stays_as_it_w
         assert warnings == []
 
 
-def test_the_room_is_told_before_it_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_room_is_told_before_it_runs_out(tmp_path, monkeypatch):
     assert SPACE.most == 1_400_000_000
     disk(monkeypatch, 300_000_000)
     (error,), _ = check_output(tmp_path, SPACE)
@@ -385,7 +377,7 @@ def test_the_room_is_told_before_it_runs_out(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links need rights there")
-def test_links_inside_a_run_folder_are_refused_or_replaced_and_one_to_it_is_fine(tmp_path: Path) -> None:
+def test_links_inside_a_run_folder_are_refused_or_replaced_and_one_to_it_is_fine(tmp_path):
     real, run, mine = tmp_path / "disk2", tmp_path / "run", tmp_path / "mine"
     for folder in (real, mine):
         folder.mkdir()
@@ -403,7 +395,7 @@ def test_links_inside_a_run_folder_are_refused_or_replaced_and_one_to_it_is_fine
 
 
 @pytest.mark.parametrize("kind", ["coat_flux_trainer", "sd_trainer"])
-def test_check_finds_moments_that_the_optimizer_cannot_read(tmp_path: Path, kind: str, capsys: Any) -> None:
+def test_check_finds_moments_that_the_optimizer_cannot_read(tmp_path, kind, capsys):
     raw = load_job_yaml(ROOT / "configs" / "flux_clothing_tiny.yaml")
     process = raw["config"]["process"][0]
     process.update(type=kind, training_folder=str(tmp_path))
@@ -422,7 +414,7 @@ def test_check_finds_moments_that_the_optimizer_cannot_read(tmp_path: Path, kind
         assert not check_outputs(raw, "file")
 
 
-def test_large_files_are_told_apart_by_their_ends(tmp_path: Path) -> None:
+def test_large_files_are_told_apart_by_their_ends(tmp_path):
     file, zeros, digests = tmp_path / "file", bytes((1 << 22) - 1), set()
     for content in (zeros + b"0", zeros + b"00", b"1" + zeros, zeros + b"1"):
         file.write_bytes(content)
@@ -430,7 +422,7 @@ def test_large_files_are_told_apart_by_their_ends(tmp_path: Path) -> None:
     assert len(digests) == 4
 
 
-def test_check_prints_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_check_prints_it(tmp_path, monkeypatch, capsys):
     raw = load_job_yaml(ROOT / "configs" / "flux_clothing_tiny.yaml")
     raw["config"]["process"][0]["training_folder"] = str(tmp_path)
     raw["config"]["process"][0]["model"]["name_or_path"] = "black-forest-labs/FLUX.1-dev"

@@ -1,7 +1,5 @@
 """`coat-flux`: what it prints, where, and with which exit code."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess
@@ -45,7 +43,7 @@ def test_every_finding_goes_to_stderr_with_exit_code_2_and_no_traceback(command,
     assert not trainer.called
 
 
-def test_train_hands_the_checked_job_to_the_engine(job_file: Path, trainer: Mock) -> None:
+def test_train_hands_the_checked_job_to_the_engine(job_file, trainer):
     assert main(["train", str(job_file)]) == main(["train", str(job_file), "--name", "other"]) == 0
     job, renamed = (call.args[0] for call in trainer.call_args_list)
     assert (job.name, job.train.steps, job.file, renamed.name) == ("run", 7, str(job_file), "other")
@@ -67,7 +65,7 @@ def test_errors_of_the_user_need_no_traceback_and_other_ones_keep_theirs(job_fil
 
 
 @pytest.mark.parametrize("argv", [[], ["trian", "x"], ["train"]])
-def test_wrong_usage_is_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_2(argv, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(argv)
     assert "usage: coat-flux" in capsys.readouterr().err
@@ -76,13 +74,13 @@ def test_wrong_usage_is_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     "argv", [["check"], ["data"], ["report"], ["rewind", "--to-step", "1"], ["export", "--to", "kohya"]]
 )
-def test_a_path_that_no_system_allows_is_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_that_no_system_allows_is_2(argv, capsys):
     for path in ("n" * 300, f"{__file__}/x"):
         assert main([*argv, path]) == 2
         assert path in capsys.readouterr().err
 
 
-def test_help_and_mistakes_answer_without_importing_torch() -> None:
+def test_help_and_mistakes_answer_without_importing_torch():
     code = """
 import logging
 import sys
@@ -104,7 +102,7 @@ logging.getLogger("torchao.x").warning("a warning")
     assert noise == ["WARNING: a warning"]
 
 
-def test_the_module_form_prints_a_name_that_the_console_cannot_show() -> None:
+def test_the_module_form_prints_a_name_that_the_console_cannot_show():
     code = [sys.executable, "-m", "coat_flux.cli", "check", "写真.yaml"]
     done = subprocess.run(code, capture_output=True, timeout=120, env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert done.returncode == 2

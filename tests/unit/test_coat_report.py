@@ -1,10 +1,7 @@
 """What a run says: the table of what was asked, what each part got and why, and the blocks that are not fused."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import diffusers.models.transformers.transformer_flux as transformer_flux
@@ -32,7 +29,7 @@ CUDA = "cuda:0"
 # --- layers ---
 
 
-def test_rows_count_parts_with_the_same_treatment() -> None:
+def test_rows_count_parts_with_the_same_treatment():
     report = CoatReport()
     with torch.device("meta"):
         for name in ("blocks.0.to_q", "blocks.1.to_q", "blocks.2.to_q", "blocks.0.norm"):
@@ -47,7 +44,7 @@ def test_rows_count_parts_with_the_same_treatment() -> None:
     ]
 
 
-def test_a_row_can_be_added_and_replaced() -> None:
+def test_a_row_can_be_added_and_replaced():
     report = CoatReport()
     report.add_row("optimizer", "adamw8bit", "adamw8bit")
     report.add_row("optimizer", "coat_fp8_adamw", "FP8AdamW", "as configured")
@@ -67,7 +64,7 @@ def after_a_step(coat: dict[str, Any]) -> CoatReport:
     return report
 
 
-def test_at_the_start_it_says_what_the_first_step_decides() -> None:
+def test_at_the_start_it_says_what_the_first_step_decides():
     _, report, _ = coat_flux_model({})
     rows = rows_of(report)
     assert list(rows) == [
@@ -79,7 +76,7 @@ def test_at_the_start_it_says_what_the_first_step_decides() -> None:
     assert len(report.table(1000).splitlines()) < 20
 
 
-def test_after_the_first_step_everything_is_known() -> None:
+def test_after_the_first_step_everything_is_known():
     stepped = after_a_step({})
     assert "first step" not in stepped.table()
     assert {part: row.got for part, row in rows_of(stepped).items()} == {
@@ -125,7 +122,7 @@ def rows_of_plan(coat: dict[str, Any], device: str = "cpu", **changed: Any) -> d
         ),
     ],
 )  # fmt: skip
-def test_checkpointing(memory: dict[str, Any], changed: dict[str, Any], asked: str, got: str, why: str) -> None:
+def test_checkpointing(memory, changed, asked, got, why):
     row = rows_of_plan({"memory": memory}, **changed)["checkpointing"]
     assert row.asked == asked
     assert row.got.startswith(got)
@@ -133,7 +130,7 @@ def test_checkpointing(memory: dict[str, Any], changed: dict[str, Any], asked: s
     assert bool(row.why) == bool(why)
 
 
-def test_without_fp8_activations_nothing_is_claimed() -> None:
+def test_without_fp8_activations_nothing_is_claimed():
     rows = rows_of_plan({"activation": {"use_fp8": False}})
     assert (rows["GEMMs"].got, rows["GEMMs"].why) == ("products of dequantized weights", "activation.use_fp8: false")
     assert rows["saved tensors"].got == "high precision"
@@ -148,8 +145,8 @@ def test_without_fp8_activations_nothing_is_claimed() -> None:
     ],
 )
 def test_on_a_gpu_kernels_are_named_and_each_fall_back_has_its_reason(
-    monkeypatch: pytest.MonkeyPatch, no_triton: str | None, no_fp8: str | None, gemms: str, why: str, kernels: str
-) -> None:
+    monkeypatch, no_triton, no_fp8, gemms, why, kernels
+):
     monkeypatch.setattr(shared, "triton_obstacle", lambda device: no_triton)
     monkeypatch.setattr(shared, "fp8_gemm_obstacle", lambda device, linear: no_fp8)
     rows = rows_of_plan({"activation": {"grad_format": "bf16"}}, CUDA)
@@ -175,7 +172,7 @@ class FluxSingleTransformerBlock(transformer_flux.FluxSingleTransformerBlock):
         return text + 0.1 * (text - encoder_hidden_states), image + 0.1 * (image - hidden_states)
 
 
-def test_another_formula_is_warned_of_once_and_trained_through_diffusers_code(caplog: pytest.LogCaptureFixture) -> None:
+def test_another_formula_is_warned_of_once_and_trained_through_diffusers_code(caplog):
     model, _, _ = coat_flux_model()
     model.single_transformer_blocks[0].__class__ = FluxSingleTransformerBlock
     caplog.clear()  # diffusers' own
@@ -189,9 +186,7 @@ def test_another_formula_is_warned_of_once_and_trained_through_diffusers_code(ca
     assert flows == ["fused", "fused", "generic", "fused"]
 
 
-def test_arguments_that_a_reader_does_not_know_run_the_blocks_own_code_in_that_pass(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_arguments_that_a_reader_does_not_know_run_the_blocks_own_code_in_that_pass(caplog):
     model: Any = coat_flux_model()[0]
     runner = BlockRunner.of(model)
     assert runner is not None
@@ -202,7 +197,7 @@ def test_arguments_that_a_reader_does_not_know_run_the_blocks_own_code_in_that_p
     assert sum("joint_attention_kwargs unknown" in line for line in caplog.messages) == 2  # once for each kind
 
 
-def test_a_run_says_what_its_blocks_got(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_says_what_its_blocks_got(caplog):
     model, _, _ = coat_flux_model()
     with caplog.at_level(logging.INFO, logger="coat_flux"):
         predict(model)
@@ -217,7 +212,7 @@ def test_a_run_says_what_its_blocks_got(caplog: pytest.LogCaptureFixture) -> Non
     ]
 
 
-def test_the_path_that_was_picked_shows_in_the_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_path_that_was_picked_shows_in_the_layers(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     current: list[str] = []
     set_gemm = pick.GemmPick.set

@@ -1,7 +1,5 @@
 """The `coat:` block: what each option accepts and refuses, combinations, and what the numerics get."""
 
-from __future__ import annotations
-
 from functools import reduce
 from typing import Any
 
@@ -54,7 +52,7 @@ def findings(block: object) -> list[str]:
     return str(caught.value).splitlines()
 
 
-def test_an_empty_block_has_every_default() -> None:
+def test_an_empty_block_has_every_default():
     """The defaults themselves are those of docs/options.md, by tests/architecture/test_readme.py."""
     assert all(reduce(getattr, key.split("."), COATConfig()) == option.default for key, option in BY_KEY.items())
     for block in (None, {}, {"optimizer": None, "memory": {}}):
@@ -62,7 +60,7 @@ def test_an_empty_block_has_every_default() -> None:
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.key)
-def test_every_allowed_value_lands_in_its_field(option: Option) -> None:
+def test_every_allowed_value_lands_in_its_field(option):
     for value in good_values(option):
         block = block_with(option.key, value)
         if (option.key, value) == ("weight.format", "e5m2"):
@@ -75,7 +73,7 @@ def test_every_allowed_value_lands_in_its_field(option: Option) -> None:
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.key)
-def test_every_bad_value_is_refused_with_file_key_value_and_remedy(option: Option) -> None:
+def test_every_bad_value_is_refused_with_file_key_value_and_remedy(option):
     for value, rule in BAD[option.kind]:
         (line,) = findings(block_with(option.key, value))
         assert line.startswith(f"f.yaml: coat.{option.key}=")
@@ -83,7 +81,7 @@ def test_every_bad_value_is_refused_with_file_key_value_and_remedy(option: Optio
         assert "; " in line
 
 
-def test_a_key_without_a_near_one_names_all_also_of_a_disabled_block() -> None:
+def test_a_key_without_a_near_one_names_all_also_of_a_disabled_block():
     lines = findings({"enabled": False, "weight": {"zzz": 1}, "optimizer.block_size": 64, None: 2})
     assert lines[0] == "f.yaml: coat.weight.zzz: unknown key; known here: format, granularity, use_fp8"
     assert lines[1].endswith("did you mean 'optimizer: {block_size: …}'?")
@@ -91,7 +89,7 @@ def test_a_key_without_a_near_one_names_all_also_of_a_disabled_block() -> None:
 
 
 @pytest.mark.parametrize("name", REMOVED)
-def test_a_removed_option_is_named_with_what_replaces_it(name: str) -> None:
+def test_a_removed_option_is_named_with_what_replaces_it(name):
     key, _, value = name.partition("=")
     (line,) = findings(block_with(key, value or True))
     assert line.startswith(f"f.yaml: coat.{key}=")
@@ -145,7 +143,7 @@ EXCLUDED: list[tuple[dict[str, Any], str, str]] = [  # a block, the key that is 
 
 
 @pytest.mark.parametrize(("block", "key", "remedy"), EXCLUDED)
-def test_what_excludes_each_other_is_refused(block: dict[str, Any], key: str, remedy: str) -> None:
+def test_what_excludes_each_other_is_refused(block, key, remedy):
     (line,) = findings(block)
     assert line.startswith(f"f.yaml: coat.{key}")
     assert remedy in line.rpartition("; ")[2]
@@ -166,7 +164,7 @@ def test_what_excludes_each_other_is_refused(block: dict[str, Any], key: str, re
         {"optimizer": {"m1_format": "int8_ratio", "use_dynamic_range_expansion": True}},
     ],
 )
-def test_to_dict_holds_every_option_and_reads_back(block: dict[str, Any]) -> None:
+def test_to_dict_holds_every_option_and_reads_back(block):
     config = COATConfig.from_dict(block)
     tree = config.to_dict()
     assert COATConfig.from_dict(tree) == config
@@ -175,7 +173,7 @@ def test_to_dict_holds_every_option_and_reads_back(block: dict[str, Any]) -> Non
     assert (stored.m1_format, stored.m2_format) == (config.optimizer.m1_format, config.optimizer.m2_format)
 
 
-def test_the_optimizer_gets_the_block_s_values_and_optimizer_params_override_them() -> None:
+def test_the_optimizer_gets_the_block_s_values_and_optimizer_params_override_them():
     block = {"optimizer": {"m2_format": "e5m2", "block_size": 64, "stochastic_rounding": True}}
     fp8, adamw = COATConfig.from_dict(block).optimizer_config()
     assert fp8 == FP8QuantizationConfig(m2_format="e5m2", block_size=64, stochastic_rounding=True)
@@ -186,7 +184,7 @@ def test_the_optimizer_gets_the_block_s_values_and_optimizer_params_override_the
     assert adamw == {"betas": (0.9, 0.95), "eps": 1e-7, "weight_decay": 0.0, "offload": "cpu"}
 
 
-def test_the_linear_gets_weight_and_activation_options() -> None:
+def test_the_linear_gets_weight_and_activation_options():
     activation = {"use_fp8": False, "format": "e5m2", "grad_format": "bf16", "linear_granularity": "per_tensor"}
     block = {"weight": {"format": "e5m2", "granularity": "per_row"}, "activation": activation, "fallback": "error"}
     assert COATConfig.from_dict(block).linear_config() == FP8LinearConfig(
@@ -201,7 +199,7 @@ def test_the_linear_gets_weight_and_activation_options() -> None:
     assert COATConfig().linear_config() == FP8LinearConfig()
 
 
-def test_products_in_int8_have_gradients_in_int8_unless_bf16_is_asked_for() -> None:
+def test_products_in_int8_have_gradients_in_int8_unless_bf16_is_asked_for():
     linear = COATConfig.from_dict({"weight": INT8, "activation": INT8}).linear_config()
     assert (linear.weight_format, linear.input_format, linear.grad_format) == ("int8", "int8", "int8")
     assert linear.weight_has_row_scales

@@ -1,7 +1,5 @@
 """The job of the stand-alone trainer: reading its file, ai-toolkit's names and defaults, what is stored of it."""
 
-from __future__ import annotations
-
 import json
 import math
 from functools import reduce
@@ -49,13 +47,13 @@ SCALARS = {
 }  # fmt: skip
 
 
-def test_scalars_follow_ai_toolkit_s_float_rule(tmp_path: Path) -> None:
+def test_scalars_follow_ai_toolkit_s_float_rule(tmp_path):
     path = write(tmp_path, FRAME + f"      values: [{', '.join(SCALARS)}]\n")
     values = load_job_yaml(path)["config"]["process"][0]["values"]
     assert [(type(value), value) for value in values] == [(type(value), value) for value in SCALARS.values()]
 
 
-def test_name_is_replaced_everywhere_and_may_come_from_the_command_line(tmp_path: Path) -> None:
+def test_name_is_replaced_everywhere_and_may_come_from_the_command_line(tmp_path):
     text = FRAME + "      list: ['[name]-1', {k: '[name]'}]\nmeta:\n  name: '[name]'\n"
     path = write(tmp_path, text)
     job = load_job_yaml(path)
@@ -82,7 +80,7 @@ def test_a_variable_is_used_and_kept_unexpanded_in_what_is_stored(tmp_path, monk
     assert JobConfig.load(write(tmp_path, stored)).trigger_word == job.trigger_word
 
 
-def test_json_a_byte_order_mark_windows_line_ends_and_merge_keys_are_read(tmp_path: Path) -> None:
+def test_json_a_byte_order_mark_windows_line_ends_and_merge_keys_are_read(tmp_path):
     job = {"job": "extension", "config": {"name": "run", "process": [{"type": "sd_trainer", "lr": 1e-4}]}}
     for suffix in (".json", ".jsonc", ".yml", ".YAML"):
         assert load_job_yaml(write(tmp_path, json.dumps(job), f"job{suffix}")) == job
@@ -120,13 +118,13 @@ def test_json_a_byte_order_mark_windows_line_ends_and_merge_keys_are_read(tmp_pa
         ({"train.optimizer": "adam"}, "coat.weight.use_fp8", True),
     ],
 )
-def test_a_spelling_of_ai_toolkit_gives_the_value(changes: dict[str, Any], key: str, value: Any) -> None:
+def test_a_spelling_of_ai_toolkit_gives_the_value(changes, key, value):
     parsed = reduce(getattr, key.split("."), parse(changes))
     assert parsed == value
     assert type(parsed) is type(value)
 
 
-def test_what_has_no_effect_or_is_left_to_another_is_noted() -> None:
+def test_what_has_no_effect_or_is_left_to_another_is_noted():
     silent = {"train.loss_target": "noise", "train.noise_offset": 0, "datasets.0.mask_path": None}
     assert parse(silent).notes == ()
     changes = {"network.conv": 16, "sample.neg": "ugly", "sqlite_db_path": "x.db", "model.quantize_te": True}
@@ -138,7 +136,7 @@ def test_what_has_no_effect_or_is_left_to_another_is_noted() -> None:
     assert "coat_flux_trainer" in job.notes[0]
 
 
-def test_samples_are_filled_in_as_ai_toolkit_does() -> None:
+def test_samples_are_filled_in_as_ai_toolkit_does():
     prompts = parse({"sample.seed": 5, "sample.walk_seed": True}).sample.items()
     assert prompts == (SampleItem("a", 64, 64, 5, 7.0, 20), SampleItem("b", 64, 64, 6, 7.0, 20))
     entries = [{"prompt": "a"}, {"prompt": "b", "seed": 42, "width": 128, "sample_steps": 4}, {"prompt": "c"}]
@@ -157,7 +155,7 @@ def keys_refused(raw: dict[str, Any]) -> list[str]:
     return [item.key.removeprefix("config.process[0].") for item in caught.value.findings]
 
 
-def test_all_errors_of_a_job_come_together_and_it_has_one_entry() -> None:
+def test_all_errors_of_a_job_come_together_and_it_has_one_entry():
     changes = {"train.lr": "x", "train.stpes": 1, "model.is_flux": False, "coat": {"weight": {"format": "x"}}}
     raw = job_with(SMALL | changes)
     assert keys_refused(raw) == ["train.lr", "train.stpes", "coat.weight.format", "model.is_flux"]
@@ -165,7 +163,7 @@ def test_all_errors_of_a_job_come_together_and_it_has_one_entry() -> None:
     assert keys_refused(raw) == ["config.process"]
 
 
-def test_files_that_are_not_there_say_so(tmp_path: Path) -> None:
+def test_files_that_are_not_there_say_so(tmp_path):
     (tmp_path / "folder.yaml").mkdir()
     for name, says in (("missing.yaml", "no such file"), ("folder.yaml", "cannot be read")):
         with pytest.raises(ConfigError, match=says):

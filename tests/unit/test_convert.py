@@ -1,7 +1,5 @@
 """Conversion of whole models: what becomes FP8, what does not and why, and back."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
@@ -28,7 +26,7 @@ class Model(nn.Module):
         self.norm = nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))
 
 
-def test_report_names_every_linear_and_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_report_names_every_linear_and_its_reason(caplog):
     with caplog.at_level(logging.INFO):
         model = replace_linear_with_fp8(Model(), filter_fn=lambda module, name: name != "head")
     size = "in and out features must be multiples of 16"
@@ -48,7 +46,7 @@ def test_report_names_every_linear_and_its_reason(caplog: pytest.LogCaptureFixtu
     assert type(model.head) is nn.Linear
 
 
-def test_a_second_conversion_changes_nothing() -> None:
+def test_a_second_conversion_changes_nothing():
     model = replace_linear_with_fp8(Model())
     codes = model.body[0].weight_codes.clone()
     replace_linear_with_fp8(model, FP8LinearConfig(weight_format="e5m2"))
@@ -59,7 +57,7 @@ def test_a_second_conversion_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("trainable", [False, True])
-def test_a_model_that_is_itself_a_linear(trainable: bool) -> None:
+def test_a_model_that_is_itself_a_linear(trainable):
     linear = nn.Linear(32, 32)
     x, expected = torch.randn(64, 32), None
     expected = linear(x)
@@ -70,7 +68,7 @@ def test_a_model_that_is_itself_a_linear(trainable: bool) -> None:
     assert_sqnr(expected, model(x), product_floor_db("e4m3", "e4m3"))
 
 
-def test_one_layer_in_two_places_is_converted_once_and_stays_one() -> None:
+def test_one_layer_in_two_places_is_converted_once_and_stays_one():
     shared = nn.Linear(32, 32)
     model = replace_linear_with_fp8(nn.ModuleDict({"first": shared, "second": shared}))
     assert model["first"] is model["second"]
@@ -79,7 +77,7 @@ def test_one_layer_in_two_places_is_converted_once_and_stays_one() -> None:
     assert_bitwise(model["first"](x), model["second"](x))
 
 
-def test_lora_matrices_are_never_quantized() -> None:
+def test_lora_matrices_are_never_quantized():
     """Rank 16 is a multiple of 16: sizes alone would let A and B through."""
     model = get_peft_model(nn.ModuleDict({"layer": nn.Linear(32, 32)}), LoraConfig(r=16, target_modules=["layer"]))
     replace_linear_with_fp8(model)

@@ -1,7 +1,5 @@
 """Sidecar captions, trigger word, shuffling, and which captions are warned about."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Every kind of image file comes out upright, opaque, 8-bit sRGB; and photos that show nearly the same are found."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Loss masks and regularization photos, with numbers worked out by hand; what `check` says of odd masks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +36,7 @@ def columns(mask: Mask, bucket: Bucket = SQUARE, **options: Any) -> list[float]:
     return weights[0, 0].tolist()
 
 
-def test_white_weighs_1_black_the_least_and_both_are_mirrored_inverted_and_cut_with_the_photo(tmp_path: Path) -> None:
+def test_white_weighs_1_black_the_least_and_both_are_mirrored_inverted_and_cut_with_the_photo(tmp_path):
     file = paint(tmp_path / "a.png", white=(0, 0, 16, 64))
     mask = Mask(file, (64, 64), (64, 64))
     assert columns(mask) == [1] * 2 + [0] * 6
@@ -53,7 +51,7 @@ def test_white_weighs_1_black_the_least_and_both_are_mirrored_inverted_and_cut_w
     assert scaled[5:] == [0] * 3
 
 
-def test_grey_is_linear_and_a_latent_has_its_upper_left_pixel(tmp_path: Path) -> None:
+def test_grey_is_linear_and_a_latent_has_its_upper_left_pixel(tmp_path):
     image = np.zeros((64, 64), np.uint8)
     image[::8, ::8] = 51  # 0.2
     Image.fromarray(image).save(tmp_path / "a.png")
@@ -61,7 +59,7 @@ def test_grey_is_linear_and_a_latent_has_its_upper_left_pixel(tmp_path: Path) ->
     assert columns(mask) == pytest.approx([0.6] * 8)
 
 
-def test_blur_is_at_most_half_a_percent_of_the_shorter_side(tmp_path: Path) -> None:
+def test_blur_is_at_most_half_a_percent_of_the_shorter_side(tmp_path):
     file = paint(tmp_path / "a.png", (1000, 800), white=(0, 0, 500, 800))
     mask = Mask(file, (1000, 800), (1000, 800))
     assert [mask.radius(chance) for chance in (0, 0.24, 0.25, 0.6, 0.9999)] == [0, 0, 1, 2, 3]
@@ -73,7 +71,7 @@ def test_blur_is_at_most_half_a_percent_of_the_shorter_side(tmp_path: Path) -> N
     assert not torch.equal(exact, mask.levels(Bucket(992, 800), (800, 992)))
 
 
-def test_masks_have_the_photos_name_and_the_hosts_order_of_extensions(tmp_path: Path) -> None:
+def test_masks_have_the_photos_name_and_the_hosts_order_of_extensions(tmp_path):
     photo = tmp_path / "photos" / "deep" / "a.b.jpg"
     config = DatasetSection(folder_path=str(tmp_path / "photos"), mask_path=str(tmp_path / "masks"), mask_min_value=0.1)
     assert find_mask(photo, (64, 64), config) is None
@@ -84,7 +82,7 @@ def test_masks_have_the_photos_name_and_the_hosts_order_of_extensions(tmp_path: 
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA"])
-def test_alpha_is_the_mask_and_an_opaque_photo_counts_whole(tmp_path: Path, mode: str) -> None:
+def test_alpha_is_the_mask_and_an_opaque_photo_counts_whole(tmp_path, mode):
     photo = Image.new(mode, (64, 64), "red" if mode == "RGBA" else 9)
     photo.putalpha(Image.open(paint(tmp_path / "alpha.png", white=(0, 0, 32, 64))))
     photo.save(tmp_path / "a.png")
@@ -94,7 +92,7 @@ def test_alpha_is_the_mask_and_an_opaque_photo_counts_whole(tmp_path: Path, mode
     assert columns(find_mask(tmp_path / "opaque.jpg", (64, 64), config)) == [1] * 8
 
 
-def test_the_loss_is_that_inside_the_mask_whose_mean_over_the_batch_is_1() -> None:
+def test_the_loss_is_that_inside_the_mask_whose_mean_over_the_batch_is_1():
     """Two photos with errors of 1 and 9: one masked by half with least 0, one by a quarter."""
     prediction = torch.stack([torch.full((4, 8, 8), 1.0), torch.full((4, 8, 8), 3.0)])
     zero = torch.zeros_like(prediction)
@@ -109,7 +107,7 @@ def test_the_loss_is_that_inside_the_mask_whose_mean_over_the_batch_is_1() -> No
     assert halved.tolist() == pytest.approx([4 / 3, 3])
 
 
-def test_the_weight_of_regularization_multiplies_that_of_the_timestep() -> None:
+def test_the_weight_of_regularization_multiplies_that_of_the_timestep():
     batch = {"latents": torch.zeros(2, 16, 8, 8), "weights": torch.tensor([1.0, 0.25])}
     for train in (TrainSection(), TrainSection(timestep_type="weighted")):
         drawn = Objective(None, train, None, 3, torch.float32).draw(batch, 5)  # type: ignore[arg-type]
@@ -124,7 +122,7 @@ def report(folder: Path, trigger: str | None = None, **settings: Any) -> DataRep
     )
 
 
-def test_captions_of_regularization_get_no_trigger_word(tmp_path: Path) -> None:
+def test_captions_of_regularization_get_no_trigger_word(tmp_path):
     noise((64, 64)).save(tmp_path / "a.png")
     (tmp_path / "a.txt").write_text("a [trigger] coat")
     noise((64, 64), seed=1).save(tmp_path / "b.png")
@@ -162,9 +160,7 @@ def photos(tmp_path: Path) -> Path:
         ({}, {"masks": "among the photos"}, "is inside", ""),
     ],
 )  # fmt: skip
-def test_masks_that_cannot_be_meant(
-    photos: Path, change: dict[str, Any], settings: dict[str, Any], error: str, warning: str
-) -> None:
+def test_masks_that_cannot_be_meant(photos, change, settings, error, warning):
     masks = photos.parent / "masks"
     for name, what in change.items():
         if what is None:

@@ -1,7 +1,5 @@
 """Bucket sizes and the crop to them, the samples of a folder, the order of their batches, which are held out."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import json
@@ -190,7 +188,7 @@ def names(chosen: tuple[tuple[Path, ...], ...]) -> list[list[str]]:
     return [[path.name for path in paths] for paths in chosen]
 
 
-def test_a_number_is_spread_over_names_and_folders_and_follows_the_seed(folders: list[Path]) -> None:
+def test_a_number_is_spread_over_names_and_folders_and_follows_the_seed(folders):
     choices = [names(choose_hold_out(folders, 4, seed)) for seed in range(8)]
     assert {tuple(map(len, choice)) for choice in choices} == {(3, 1)}
     assert len({str(choice) for choice in choices}) > 1
@@ -201,7 +199,7 @@ def test_a_number_is_spread_over_names_and_folders_and_follows_the_seed(folders:
     assert names(choose_hold_out(folders, None, 1)) == [[], []]
 
 
-def test_names_hold_out_every_photo_of_that_name_and_linked_ones(folders: list[Path], tmp_path: Path) -> None:
+def test_names_hold_out_every_photo_of_that_name_and_linked_ones(folders, tmp_path):
     assert names(choose_hold_out(folders, ["3.png"], 0)) == [["3.png"], ["3.png"]]
     assert names(choose_hold_out(folders, ["sub/3.png"], 0)) == [[], ["3.png"]]
     (tmp_path / "linked.png").symlink_to(folders[0] / "7.png")
@@ -217,7 +215,7 @@ def test_names_hold_out_every_photo_of_that_name_and_linked_ones(folders: list[P
         (["0.png", "1.png", "2.png", "3.png"], r"leaves no photo of datasets\[1\]"),
     ],
 )
-def test_what_cannot_be_held_out_is_said_by_check(hold_out: int | list[str], message: str, folders: list[Path]) -> None:
+def test_what_cannot_be_held_out_is_said_by_check(hold_out, message, folders):
     with pytest.raises(DatasetError, match=message):
         choose_hold_out(folders, hold_out, 0)
     datasets = [{"folder_path": str(folder)} for folder in folders]
@@ -236,7 +234,7 @@ def test_what_cannot_be_held_out_is_said_by_check(hold_out: int | list[str], mes
         (("list.json",), {"dataset_path": "list.json"}, "flux", [], ["list.json: is a list"]),
     ],
 )
-def test_files_without_photos_that_ai_toolkit_reads_pass(case: tuple, kind: str, tmp_path: Path) -> None:
+def test_files_without_photos_that_ai_toolkit_reads_pass(case, kind, tmp_path):
     files, entry, arch, refused, warned = case
     for name in files:
         (tmp_path / name).write_text("{}")
@@ -249,7 +247,7 @@ def test_files_without_photos_that_ai_toolkit_reads_pass(case: tuple, kind: str,
     assert any("hold_out=1" in line for line in errors)
 
 
-def test_the_lowest_names_the_file_of_its_step_or_the_nearest(tmp_path: Path) -> None:
+def test_the_lowest_names_the_file_of_its_step_or_the_nearest(tmp_path):
     curve = [(0, 3.0), (2, 1.0), (4, float("nan")), (6, 2.0)]
     assert "1.000000 at step 2 (nothing is saved)" in describe_lowest(curve, tmp_path, "r")
     for name, step in (("r_000000003", 4), ("r", 6), ("rather_000000002", 2)):

@@ -1,7 +1,5 @@
 """The corrected copy for ai-toolkit: what is in it, that originals stay, and what the next run makes."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`coat-flux data`: report, contact sheet, exit code."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import yaml

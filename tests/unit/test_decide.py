@@ -1,7 +1,5 @@
 """`decide`: each thing a plan rests on, changed alone, changes the plan as it should; transposed weights, too."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -34,13 +32,13 @@ def all_of(plan: BlockPlan, name: str) -> set[Any]:
     return {getattr(choice, name) for choice in plan.blocks}
 
 
-def test_before_the_first_step_auto_has_not_chosen_and_fixed_modes_have() -> None:
+def test_before_the_first_step_auto_has_not_chosen_and_fixed_modes_have():
     assert plan_of(START).recomputed is None
     assert plan_of(START).moment is None
     assert plan_of(START, memory={"checkpointing": "all"}).recomputed == [0, 1, 2, 3]
 
 
-def test_auto_recomputes_more_the_less_is_free() -> None:
+def test_auto_recomputes_more_the_less_is_free():
     peak = plan_of().peak_bytes
     free = [peak, peak - 1, peak // 2, 0]
     counts = [len(plan_of(replace(STEP, free_bytes=float(size))).recomputed or ()) for size in free]
@@ -51,7 +49,7 @@ def test_auto_recomputes_more_the_less_is_free() -> None:
     assert plan_of(accumulating).recomputed != []
 
 
-def test_what_is_kept_or_recomputed_has_its_format() -> None:
+def test_what_is_kept_or_recomputed_has_its_format():
     saving = saving_of(COATConfig())
     kept, again = plan_of(), plan_of(memory={"checkpointing": "all"})
     assert (all_of(kept, "saved"), all_of(kept, "inputs"), all_of(kept, "flow")) == ({saving}, {None}, {"fused"})
@@ -62,21 +60,21 @@ def test_what_is_kept_or_recomputed_has_its_format() -> None:
     assert plan_of(activation={"use_fp8": False}).gemm == "bf16"
 
 
-def test_a_block_that_cannot_be_fused_is_generic_and_keeps_more() -> None:
+def test_a_block_that_cannot_be_fused_is_generic_and_keeps_more():
     plan = plan_of(replace(STEP, unfused={2: "hooks"}))
     assert [choice.flow for choice in plan.blocks] == ["fused", "fused", "generic", "fused"]
     assert [choice.obstacle for choice in plan.blocks] == ["", "", "hooks", ""]
     assert plan.moment.kept > plan_of().moment.kept
 
 
-def test_steps_are_cuda_graphs_where_they_can_be_and_the_gemm_is_the_one_picked() -> None:
+def test_steps_are_cuda_graphs_where_they_can_be_and_the_gemm_is_the_one_picked():
     for asked, obstacle, captured in (("auto", "", True), ("auto", "not here", False), ("never", "", False)):
         plan = plan_of(replace(STEP, graph_obstacle=obstacle), speed={"cuda_graphs": asked})
         assert plan.captured is captured
     assert plan_of(replace(STEP, picked=Picked("bf16", "fastest"))).gemm == "bf16"
 
 
-def test_without_coat_diffusers_recomputes_everything_as_it_is() -> None:
+def test_without_coat_diffusers_recomputes_everything_as_it_is():
     plan = plan_of(enabled=False)
     assert (plan.recomputed, plan.gemm) == ([0, 1, 2, 3], "bf16")
     for name, value in {"flow": "diffusers", "saved": None, "inputs": None}.items():
@@ -108,7 +106,7 @@ def copied(blocks: list[nn.Module]) -> int:
         ("never", "cuda", "auto", 1, False),
     ],
 )
-def test_when_copies_are_kept(mode: str, device: str, checkpointing: str, room: int, kept: bool) -> None:
+def test_when_copies_are_kept(mode, device, checkpointing, room, kept):
     """`room`: bytes that a step leaves beyond the copies."""
     config = COATConfig.from_dict({"memory": {"checkpointing": checkpointing, "transposed_weights": mode}})
     given = replace(STEP, device=device, transposed_bytes=1000)
@@ -120,7 +118,7 @@ def test_when_copies_are_kept(mode: str, device: str, checkpointing: str, room: 
     assert not decide(config, replace(plan.given, tokens=None)).transposed_bytes
 
 
-def test_copies_come_and_go_and_cost_what_is_said() -> None:
+def test_copies_come_and_go_and_cost_what_is_said():
     """And there are none where dgrad does not multiply in FP8."""
     for activation in ({"grad_format": "bf16"}, {"use_fp8": False}):
         blocks = blocks_of(**activation)
@@ -135,14 +133,14 @@ def test_copies_come_and_go_and_cost_what_is_said() -> None:
     assert copied(blocks) == 0
 
 
-def test_auto_knows_what_a_step_leaves_free() -> None:
+def test_auto_knows_what_a_step_leaves_free():
     for budget, low, high in ((1000.0, 990e9, 1000e9), (0.001, -1.0, 0.0)):
         model, _, _ = coat_flux_model({"memory": {"checkpointing": "auto", "budget_gb": budget}})
         model(**flux_inputs())
         assert low <= BlockRunner.of(model).plan.spare_bytes < high
 
 
-def test_the_plan_counts_copies_from_the_first_step_on() -> None:
+def test_the_plan_counts_copies_from_the_first_step_on():
     def totals(mode: str, gb: float = 80.0) -> dict[str, int]:
         memory = {"checkpointing": "auto", "transposed_weights": mode}
         job = job_of(coat={"memory": memory}, train={"gradient_checkpointing": True})

@@ -1,7 +1,5 @@
 """`coat-flux doctor`: what it says of good and bad machines and GPUs; the probes' inputs are made up here."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import io
 import os

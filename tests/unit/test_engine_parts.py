@@ -1,12 +1,9 @@
 """Parts of the engine: seeds, LoRA and its average, optimizers, files; the objective against diffusers."""
 
-from __future__ import annotations
-
 import copy
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,7 +43,7 @@ def param(*values: float) -> nn.Parameter:
     return nn.Parameter(torch.tensor(values))
 
 
-def test_seeds_differ_by_seed_stream_and_index() -> None:
+def test_seeds_differ_by_seed_stream_and_index():
     seeds = {mixed_seed(s, stream, i) for s in range(4) for stream in Stream for i in range(50)}
     assert len(seeds) == 4 * len(Stream) * 50
     assert all(0 <= seed < 2**63 for seed in seeds)
@@ -71,7 +68,7 @@ def network(only: Any = None, ignore: Any = (), **keys: Any) -> NetworkSection:
     return NetworkSection(network_kwargs=NetworkKwargs(only, ignore), **keys)
 
 
-def test_targets_are_the_linears_of_the_blocks_or_all_by_words_as_in_ai_toolkit(model: FluxTransformer2DModel) -> None:
+def test_targets_are_the_linears_of_the_blocks_or_all_by_words_as_in_ai_toolkit(model):
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     assert set(lora_targets(model, network())) == {name for name in linears if "transformer_blocks." in name}
     assert set(lora_targets(model, network(transformer_only=False))) == linears
@@ -87,7 +84,7 @@ def test_targets_are_the_linears_of_the_blocks_or_all_by_words_as_in_ai_toolkit(
         lora_targets(model, network(("to_qq",)))
 
 
-def test_only_the_adapters_train_in_fp32_and_start_as_the_identity(model: FluxTransformer2DModel) -> None:
+def test_only_the_adapters_train_in_fp32_and_start_as_the_identity(model):
     """Of a target outside the blocks, proj_out, too, but not of all linears with that ending."""
     section = network(ignore=("single",), transformer_only=False)
     targets = lora_targets(model, section)
@@ -103,7 +100,7 @@ def test_only_the_adapters_train_in_fp32_and_start_as_the_identity(model: FluxTr
     assert all(p.count_nonzero() == 0 for name, p in params.items() if "lora_B" in name)
 
 
-def test_start_values_follow_the_seed_and_peft_wraps_fp8_linears(model: FluxTransformer2DModel) -> None:
+def test_start_values_follow_the_seed_and_peft_wraps_fp8_linears(model):
     fp8, other = copy.deepcopy(model), copy.deepcopy(model)
     apply_coat(fp8, COATConfig())
     assert lora_targets(fp8, network()) == lora_targets(model, network())
@@ -119,7 +116,7 @@ def test_start_values_follow_the_seed_and_peft_wraps_fp8_linears(model: FluxTran
     assert_bitwise(layer(x), layer.base_layer(x))
 
 
-def test_saved_tensors_that_do_not_fit_are_refused_before_any_is_copied() -> None:
+def test_saved_tensors_that_do_not_fit_are_refused_before_any_is_copied():
     own = {name: param(1.0, 2.0) for name in "ab"}
     saved = {name: torch.zeros(2) for name in "ab"}
     with pytest.raises(ResumeError, match=r"x\.safetensors: 1 LoRA names differ"):
@@ -139,9 +136,7 @@ def test_saved_tensors_that_do_not_fit_are_refused_before_any_is_copied() -> Non
     [(torch.float32, {}), (torch.bfloat16, {"use_feedback": True, "param_multiplier": 0.999})],
     ids=str,
 )
-def test_ema_has_the_bits_of_its_formula_and_is_taken_back_bit_for_bit(
-    dtype: torch.dtype, options: dict[str, Any]
-) -> None:
+def test_ema_has_the_bits_of_its_formula_and_is_taken_back_bit_for_bit(dtype, options):
     draw = torch.Generator().manual_seed(4)
     params = [nn.Parameter(torch.randn(shape, generator=draw).to(dtype)) for shape in ((16, 20), (7,), (129, 3))]
     section = EMASection(ema_decay=0.997, **options)
@@ -180,7 +175,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_schedules_over_four_steps(name: str) -> None:
+def test_schedules_over_four_steps(name):
     params, wanted = SCHEDULES[name]
     rates = []
     for step in range(5):
@@ -190,7 +185,7 @@ def test_schedules_over_four_steps(name: str) -> None:
     assert rates == pytest.approx(wanted, abs=tolerances.SIGMA_ATOL)
 
 
-def test_restored_optimizer_keeps_state_and_the_configs_settings() -> None:
+def test_restored_optimizer_keeps_state_and_the_configs_settings():
     weight = param(1.0)
     old = torch.optim.AdamW([weight], lr=1e-3, weight_decay=0.1)
     weight.grad = torch.ones(1)
@@ -207,7 +202,7 @@ def test_restored_optimizer_keeps_state_and_the_configs_settings() -> None:
 # -- files and launches ------------------------------------------------------------------------------------------------
 
 
-def test_saves_are_known_by_their_names(tmp_path: Path) -> None:
+def test_saves_are_known_by_their_names(tmp_path):
     names = [saving.save_name("run", step) for step in (500, 1000, 1500, None)]
     assert names[0] == "run_000000500.safetensors"
     for name in (*names, "run_two_000000001.safetensors"):
@@ -216,7 +211,7 @@ def test_saves_are_known_by_their_names(tmp_path: Path) -> None:
     assert set(saves_of(tmp_path, "run").values()) == {-1}  # empty files
 
 
-def test_weights_come_only_from_safetensors(tmp_path: Path) -> None:
+def test_weights_come_only_from_safetensors(tmp_path):
     (tmp_path / "vae").mkdir()
     (tmp_path / "vae" / "diffusion_pytorch_model.bin").touch()
     (tmp_path / "vae" / "config.json").write_text('{"_class_name": "AutoencoderKL"}', encoding="utf-8")
@@ -234,7 +229,7 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def test_lognorm_blend_is_1000_descending_sigmas_a_quarter_of_them_linear() -> None:
+def test_lognorm_blend_is_1000_descending_sigmas_a_quarter_of_them_linear():
     table = sigma_table("lognorm_blend", tokens=256, generator=generator())
     assert (table.shape, table.dtype) == ((1000,), torch.float32)
     assert (table.diff() <= 0).all()
@@ -244,13 +239,13 @@ def test_lognorm_blend_is_1000_descending_sigmas_a_quarter_of_them_linear() -> N
     assert_bitwise(table, (wanted * 1000).floor() / 1000)
 
 
-def test_linear_table_is_the_schedulers_training_schedule() -> None:
+def test_linear_table_is_the_schedulers_training_schedule():
     table = sigma_table("linear", tokens=1)
     torch.testing.assert_close(table, FlowMatchEulerDiscreteScheduler().sigmas, rtol=0, atol=tolerances.SIGMA_ATOL)
 
 
 @pytest.mark.parametrize(("kind", "tokens"), [("shift", 256), ("flux_shift", 1024), ("lumina2_shift", 4096)])
-def test_shift_is_inferences_own_shift_by_resolution(kind: str, tokens: int) -> None:
+def test_shift_is_inferences_own_shift_by_resolution(kind, tokens):
     scheduler = FlowMatchEulerDiscreteScheduler(**FLUX_SCHEDULER)
     before = scheduler.sigmas.clone()
     table = sigma_table(kind, tokens=tokens, scheduler=scheduler)
@@ -261,7 +256,7 @@ def test_shift_is_inferences_own_shift_by_resolution(kind: str, tokens: int) -> 
     assert_bitwise(scheduler.sigmas, before)
 
 
-def test_sigmoid_is_the_logit_normal_distribution() -> None:
+def test_sigmoid_is_the_logit_normal_distribution():
     table = sigma_table("sigmoid", tokens=1, generator=generator())
     logits = torch.logit(table.double())
     bound = tolerances.STOCHASTIC_SIGMAS / 1000**0.5
@@ -269,7 +264,7 @@ def test_sigmoid_is_the_logit_normal_distribution() -> None:
     assert abs(logits.std() - 1) < bound
 
 
-def test_balanced_draw_is_uniform_below_max_and_that_index_where_min_is_max() -> None:
+def test_balanced_draw_is_uniform_below_max_and_that_index_where_min_is_max():
     train = TrainSection(min_denoising_steps=100, max_denoising_steps=200)
     indices = draw_indices(train, 20_000, generator())
     assert (indices.min(), indices.max()) == (100, 199)
@@ -279,7 +274,7 @@ def test_balanced_draw_is_uniform_below_max_and_that_index_where_min_is_max() ->
     assert draw_indices(train, 5).tolist() == [300] * 5
 
 
-def test_content_draws_high_noise_and_style_low_within_the_range() -> None:
+def test_content_draws_high_noise_and_style_low_within_the_range():
     table = sigma_table("linear", tokens=1)
     for kind, mean in (("content", 0.75), ("style", 0.25)):
         indices = draw_indices(TrainSection(content_or_style=kind), 20_000, generator())
@@ -289,13 +284,13 @@ def test_content_draws_high_noise_and_style_low_within_the_range() -> None:
         assert (indices.min(), indices.max()) == (100, 200)
 
 
-def test_step_types_use_evenly_spaced_indices() -> None:
+def test_step_types_use_evenly_spaced_indices():
     for kind, wanted in (("one_step", [0]), ("four_step", [0, 250, 500, 750])):
         indices = draw_indices(TrainSection(timestep_type=kind), 200, generator())
         assert sorted(set(indices.tolist())) == wanted
 
 
-def test_weights_are_a_bell_of_mean_one_or_its_half() -> None:
+def test_weights_are_a_bell_of_mean_one_or_its_half():
     bell = timestep_weights(TrainSection(linear_timesteps=True))
     half = timestep_weights(TrainSection(linear_timesteps2=True))
     assert bell.mean() == pytest.approx(1)
@@ -312,7 +307,7 @@ LOSSES = {"mse": lambda d: d**2, "mae": torch.abs, "pseudo_huber": lambda d: (d*
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_losses_are_per_sample_weighted_and_masked(kind: str) -> None:
+def test_losses_are_per_sample_weighted_and_masked(kind):
     prediction, latents, noise = torch.randn(3, 2, 4, 8, 8)
     weights, mask = torch.tensor([0.5, 2.0]), torch.rand(2, 1, 8, 8)
     errors = LOSSES[kind](prediction - (noise - latents))
@@ -327,7 +322,7 @@ def objective_loss(model: FluxTransformer2DModel, **train: Any) -> float:
     return Objective(model, TrainSection(**train), scheduler, 0, torch.float32)(batch, 3).item()
 
 
-def test_settings_of_the_loss_reach_it() -> None:
+def test_settings_of_the_loss_reach_it():
     model = tiny_transformer()
     settings = [{}, {"loss_type": "mae"}, {"loss_type": "pseudo_huber"}, {"timestep_type": "linear"}]
     settings += [{"timestep_type": "weighted"}, {"linear_timesteps": True}, {"bypass_guidance_embedding": True}]
@@ -354,7 +349,7 @@ with torch.no_grad():
 
 
 @pytest.mark.aitk
-def test_weighted_and_bypass_are_ai_toolkits(tmp_path: Path) -> None:
+def test_weighted_and_bypass_are_ai_toolkits(tmp_path):
     model = tiny_transformer()
     inputs = {"hidden_states": torch.randn(2, 6, 16), "encoder_hidden_states": torch.randn(2, 4, 32)}
     inputs |= {"pooled_projections": torch.randn(2, 16), "timestep": torch.tensor([0.3, 0.9])}
@@ -378,7 +373,7 @@ def test_weighted_and_bypass_are_ai_toolkits(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_the_prediction_sees_the_schedulers_scale_noise() -> None:
+def test_the_prediction_sees_the_schedulers_scale_noise():
     scheduler, model = FlowMatchEulerDiscreteScheduler(), tiny_transformer()
     latents, noise = torch.randn(2, 3, 4, 8, 8)
     texts = torch.randn(3, 5, 32), torch.randn(3, 16)
@@ -394,7 +389,7 @@ def test_the_prediction_sees_the_schedulers_scale_noise() -> None:
 
 
 @pytest.mark.parametrize("guidance", [True, False])
-def test_prediction_is_what_the_pipeline_would_compute(guidance: bool) -> None:
+def test_prediction_is_what_the_pipeline_would_compute(guidance):
     model = tiny_transformer(guidance=guidance)
     x_t, sigmas = torch.randn(2, 4, 6, 8), torch.tensor([0.3, 0.8])
     embeds, pooled = torch.randn(2, 5, 32), torch.randn(2, 16)
@@ -414,7 +409,7 @@ def test_prediction_is_what_the_pipeline_would_compute(guidance: bool) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU that must be missing")
-def test_missing_gpu_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_gpu_is_said(caplog):
     workers = Workers("cuda:0")
     assert (workers.device, workers.rank, workers.size, workers.is_main) == (torch.device("cpu"), 0, 1, True)
     assert "device=cuda:0" in caplog.text

@@ -1,7 +1,5 @@
 """Dynamic range expansion: the paper's constants, blocks worked out by hand, and what it is worth on real shapes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 
 from coat_core.config import PAPER_EXPANSION, ExpansionConfig
 from coat_core.expansion import dequantize_blocks, expand, expansion_parameters, quantize_blocks
-from coat_core.formats import E4M3, FORMATS, Format
+from coat_core.formats import E4M3, FORMATS
 from tests.helpers.asserts import assert_bitwise
 from tests.tolerances import CONSTANT_BLOCK_REL, EXPONENT_BOUNDARY
 
@@ -25,7 +23,7 @@ def _lognormal(n: int, sigma: float) -> torch.Tensor:
 
 @formats
 @pytest.mark.parametrize("sigma", [0.5, 4.0])
-def test_paper_constants_give_the_papers_exponent(fmt: Format, sigma: float) -> None:
+def test_paper_constants_give_the_papers_exponent(fmt, sigma):
     x = _lognormal(500, sigma) * torch.sign(torch.randn(500, 128))
     _, exponent = expansion_parameters(x, fmt, PAPER)
     magnitude = x.abs().double()
@@ -38,7 +36,7 @@ def test_paper_constants_give_the_papers_exponent(fmt: Format, sigma: float) -> 
     assert ((exponent.double() - expected).abs() <= 1.0 / 16.0).all()
 
 
-def test_worked_example() -> None:
+def test_worked_example():
     """[1, 4, 16]: center 4, spread 2^4, bound 2^16.61: k = 4.125 after rounding down; f = 4^-4.125, 1, 4^4.125."""
     x = torch.tensor([[1.0, 4.0, 16.0, 0.0, -16.0]])
     center, exponent = expansion_parameters(x, E4M3, PAPER)
@@ -51,7 +49,7 @@ def test_worked_example() -> None:
 
 @formats
 @pytest.mark.parametrize("step", [1.0 / 16.0, 0.0])
-def test_expanded_blocks_fill_the_range_that_was_asked_for(fmt: Format, step: float) -> None:
+def test_expanded_blocks_fill_the_range_that_was_asked_for(fmt, step):
     x = _lognormal(200, 0.5)
     config = ExpansionConfig(range_fraction=0.5, exponent_step=step)
     expanded = expand(x, *expansion_parameters(x, fmt, config))
@@ -65,7 +63,7 @@ def test_expanded_blocks_fill_the_range_that_was_asked_for(fmt: Format, step: fl
 @configs
 @formats
 @pytest.mark.parametrize("value", [1e-30, 3e-9, 1.0, -7.0, 1e30])
-def test_constant_blocks_come_back(fmt: Format, value: float, config: ExpansionConfig) -> None:
+def test_constant_blocks_come_back(fmt, value, config):
     x = torch.full((2, 128), value)
     stored = quantize_blocks(x, fmt, config)
     assert stored[2].tolist() == [[1.0], [1.0]]
@@ -74,7 +72,7 @@ def test_constant_blocks_come_back(fmt: Format, value: float, config: ExpansionC
 
 @formats
 @pytest.mark.parametrize("expansion", [ExpansionConfig(), PAPER, None], ids=["default", "paper", "plain"])
-def test_nonfinite_elements_touch_nothing_else(fmt: Format, expansion: ExpansionConfig | None) -> None:
+def test_nonfinite_elements_touch_nothing_else(fmt, expansion):
     clean = torch.randn(4, 64)
     clean[0, 3] = clean[1, 4] = clean[2, 5] = 0.0
     dirty = clean.clone()
@@ -90,7 +88,7 @@ def test_nonfinite_elements_touch_nothing_else(fmt: Format, expansion: Expansion
 
 @formats
 @pytest.mark.parametrize("sigma", [0.1, 1.0, 5.0])
-def test_storing_again_keeps_every_code_with_the_defaults(fmt: Format, sigma: float) -> None:
+def test_storing_again_keeps_every_code_with_the_defaults(fmt, sigma):
     """A moment is stored after every step: what does not change must not wander. The paper's constants let it."""
     x = _lognormal(200, sigma) * torch.sign(torch.randn(200, 128))
     for config, drifts in ((ExpansionConfig(), False), (PAPER, True)):

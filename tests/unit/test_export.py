@@ -1,11 +1,8 @@
 """LoRA files: the check after a save, other key layouts and back to the bit, and diffusers' own hands on them."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -353,7 +350,7 @@ def test_the_final_layer_has_diffusers_order_of_scale_and_shift():
             assert torch.equal(theirs[f"{name}.{half}.weight"], ours)
 
 
-def test_a_lora_of_ai_toolkit_is_read_back_unless_it_is_still_zero(tmp_path: Path) -> None:
+def test_a_lora_of_ai_toolkit_is_read_back_unless_it_is_still_zero(tmp_path):
     up = nn.Linear(4, 8, bias=False)
     nn.init.zeros_(up.weight)
     process: Any = SimpleNamespace(

@@ -1,7 +1,5 @@
 """Colour and texture of a drawing against its photo, and which save is best."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,7 +40,7 @@ def against(drawn: Image.Image, mask: np.ndarray = MASK) -> tuple[float, float, 
     return compare(np.array(striped()), np.array(drawn), mask)
 
 
-def test_colour_and_texture_are_told_apart() -> None:
+def test_colour_and_texture_are_told_apart():
     assert against(striped()) == (0.0, 0.0, 0.0)
     moved, recoloured = against(striped(shift=2)), against(striped((40, 40, 200)))
     blurred = against(striped().filter(ImageFilter.GaussianBlur(4)))
@@ -54,7 +52,7 @@ def test_colour_and_texture_are_told_apart() -> None:
     assert against(plain)[2] > 2 * blurred[2]
 
 
-def test_only_the_subject_counts() -> None:
+def test_only_the_subject_counts():
     """And the whole picture where there is no mask."""
     other = striped()
     other.paste((0, 0, 0), (0, 0, 128, 24))
@@ -69,7 +67,7 @@ def subjects(count: int) -> list[Subject]:
     return [Subject(picture, np.ones((32, 32), bool), {"latents": latents}) for _ in range(count)]
 
 
-def test_a_perfect_model_redraws_the_photo_and_a_worse_one_does_not() -> None:
+def test_a_perfect_model_redraws_the_photo_and_a_worse_one_does_not():
     """By straight lines from noise: the velocity of a model that knows the photo is (x - x0) / σ."""
     redrawn = Redrawn(subjects(2), None)
     asked: list[float] = []
@@ -118,7 +116,7 @@ class PlainVAE(nn.Module):
 
 
 @pytest.mark.parametrize("bn", [False, True])
-def test_latents_are_decoded_as_they_were_encoded(bn: bool) -> None:
+def test_latents_are_decoded_as_they_were_encoded(bn):
     pixels = torch.rand(1, 3, 8, 8) * 2 - 1
     vae = PlainVAE(bn)
     latents = encode_latents(vae, pixels)
@@ -126,7 +124,7 @@ def test_latents_are_decoded_as_they_were_encoded(bn: bool) -> None:
     torch.testing.assert_close(decode_latents(vae, latents), pixels, rtol=0, atol=1e-6)
 
 
-def test_the_best_save_is_told_with_those_that_are_as_good() -> None:
+def test_the_best_save_is_told_with_those_that_are_as_good():
     draws = {10: [3.0, 5.0, 4.0, 6.0], 20: [2.0, 4.2, 2.9, 5.1], 30: [2.1, 4.0, 3.1, 4.9]}
     redrawn = Redrawn(subjects(1), {"vae": [[0, 0, 0]], "saves": [[0, [[9.0, 9.0, 9.0]] * 4]]})
     for step, colours in draws.items():
@@ -137,14 +135,14 @@ def test_the_best_save_is_told_with_those_that_are_as_good() -> None:
     assert texture == "texture: the save of step 10 is best, 0.10"
 
 
-def test_a_mask_is_the_upper_half_of_its_levels_and_one_level_is_the_whole_photo() -> None:
+def test_a_mask_is_the_upper_half_of_its_levels_and_one_level_is_the_whole_photo():
     levels = torch.tensor([[0.1, 0.3], [0.9, 1.0]])
     assert upper_half(levels).tolist() == [[False, False], [True, True]]
     assert upper_half(torch.ones(2, 2)).all()
     assert upper_half(torch.zeros(2, 2)).all()
 
 
-def test_photos_are_taken_evenly_and_pixels_come_back() -> None:
+def test_photos_are_taken_evenly_and_pixels_come_back():
     assert evenly(range(3)) == [0, 1, 2]
     assert evenly(range(9)) == [0, 2, 4, 6]
     assert len(evenly(range(99))) == MOST_PHOTOS

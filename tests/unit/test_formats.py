@@ -1,7 +1,5 @@
 """Which 8 bits a run gets: what is refused decides about itself alone, `auto` takes the faster; products are stubs."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging
@@ -80,9 +78,7 @@ TENSORS = {"activation": {"linear_granularity": "per_tensor"}}
         ({}, lambda a, b, rows: a == torch.float8_e5m2 and rows, True, ("e4m3", "per_tensor", "per_tensor")),
     ],
 )
-def test_a_refusal_decides_about_itself(
-    coat: dict[str, Any], refuses: Refuses, int8: bool, got: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusal_decides_about_itself(coat, refuses, int8, got, monkeypatch):
     card(monkeypatch, refuses, int8)
     config = config_for(CUDA, COATConfig.from_dict(coat))
     assert products(config) == got
@@ -90,7 +86,7 @@ def test_a_refusal_decides_about_itself(
     assert config.fallback == coat.get("fallback", "int8")
 
 
-def test_a_refused_wgrad_costs_a_trained_weight_that_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_wgrad_costs_a_trained_weight_that_alone(monkeypatch):
     card(monkeypatch, row_wise)
     asked = COATConfig.from_dict({"activation": {"wgrad_format": "e4m3", "linear_granularity": "per_tensor"}})
     activation = config_for(CUDA, asked).activation
@@ -103,9 +99,7 @@ AUTO = COATConfig.from_dict({"weight": {"format": "auto"}})
 
 
 @pytest.mark.parametrize(("ms", "taken"), [(1.0, "int8"), (3.0, "e4m3")])
-def test_auto_takes_the_faster_and_times_once(
-    ms: float, taken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_takes_the_faster_and_times_once(ms, taken, monkeypatch, caplog):
     card(monkeypatch)
     clock = FormatClock(monkeypatch, int8=ms)
     with caplog.at_level(logging.INFO):
@@ -124,7 +118,7 @@ def test_auto_takes_the_faster_and_times_once(
     assert clock.timed, "other sizes are timed"
 
 
-def test_timing_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timing_ends_in_time(monkeypatch):
     card(monkeypatch)
     clock, now = FormatClock(monkeypatch), itertools.count(0.0, 1.0)
     monkeypatch.setattr(formats.time, "monotonic", lambda: next(now))
@@ -140,9 +134,7 @@ def test_timing_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
         (fp8, False, "e4m3", "no product in 8 bits"),
     ],
 )
-def test_auto_without_a_choice(
-    refuses: Refuses, int8: bool, got: str, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_without_a_choice(refuses, int8, got, why, monkeypatch):
     card(monkeypatch, refuses, int8)
     clock = FormatClock(monkeypatch)
     picked = config_for(CUDA, AUTO).chosen
@@ -150,7 +142,7 @@ def test_auto_without_a_choice(
     assert picked.why.startswith(why)
 
 
-def test_nothing_is_timed_where_it_may_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_timed_where_it_may_not_be(monkeypatch):
     card(monkeypatch)
     clock = FormatClock(monkeypatch)
     never = COATConfig.from_dict({"weight": {"format": "auto"}, "speed": {"measure": "never"}})
@@ -167,7 +159,7 @@ def test_nothing_is_timed_where_it_may_not_be(monkeypatch: pytest.MonkeyPatch) -
     assert not clock.timed
 
 
-def test_the_first_process_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_process_decides_for_all(monkeypatch):
     card(monkeypatch)
     clock, sent = FormatClock(monkeypatch), []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -183,7 +175,7 @@ def test_the_first_process_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> N
     assert (config.weight.format, config.chosen.milliseconds, clock.timed) == ("int8", MS, [])
 
 
-def test_e4m3_says_what_auto_would_gain_by_the_cards_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_e4m3_says_what_auto_would_gain_by_the_cards_peaks(monkeypatch):
     names = {"NVIDIA GeForce RTX 4090": ("660.6", "330.3"), "NVIDIA H200": (), "a card that is not there": ()}
     for name, numbers in names.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
@@ -197,7 +189,7 @@ def test_e4m3_says_what_auto_would_gain_by_the_cards_peaks(monkeypatch: pytest.M
         assert gain_of_auto(other, rtx_4090) == ""
 
 
-def test_doctor_and_check_show_both_times(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_and_check_show_both_times(monkeypatch, capsys):
     card(monkeypatch)
     FormatClock(monkeypatch)
     monkeypatch.setattr(probes, "_gpus", lambda: [CUDA])
@@ -219,7 +211,7 @@ def test_doctor_and_check_show_both_times(monkeypatch: pytest.MonkeyPatch, capsy
     assert (line.mark, "e4m3 on a CPU" in line.text) == (probes.ABSENT, True)
 
 
-def test_a_timing_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timing_that_fails_ends_no_run(monkeypatch):
     card(monkeypatch)
     monkeypatch.setattr(formats, "_linear", lambda *_: lambda: 1 / 0)
     config = config_for(CUDA, AUTO)
@@ -227,7 +219,7 @@ def test_a_timing_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "ZeroDivisionError" in config.chosen.why
 
 
-def test_auto_with_fallback_error_takes_no_other_scaling(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_with_fallback_error_takes_no_other_scaling(monkeypatch):
     card(monkeypatch, row_wise, int8=False)
     asked = replace(AUTO, fallback="error", activation=replace(AUTO.activation, linear_granularity="per_row"))
     assert config_for(CUDA, asked).activation.linear_granularity == "per_row"
@@ -236,7 +228,7 @@ def test_auto_with_fallback_error_takes_no_other_scaling(monkeypatch: pytest.Mon
     assert config.chosen.refused["e4m3 per_row"] == ROW_WISE
 
 
-def test_the_sizes_are_the_models_and_the_largest_pictures(tmp_path: Path) -> None:
+def test_the_sizes_are_the_models_and_the_largest_pictures(tmp_path):
     def sizes(model: str, resolution: Any, batch: int = 1) -> tuple[int, int, int]:
         datasets = [{"folder_path": "x", "resolution": resolution}, {"folder_path": "y", "resolution": 64}]
         model_entry = {"name_or_path": model}
@@ -251,12 +243,12 @@ def test_the_sizes_are_the_models_and_the_largest_pictures(tmp_path: Path) -> No
     assert sizes(str(tmp_path), 64) == (528, 80, 320)
 
 
-def test_auto_is_written_back_as_it_is() -> None:
+def test_auto_is_written_back_as_it_is():
     assert COATConfig.from_dict(AUTO.to_dict()) == AUTO
     assert AUTO.linear_config().weight_format == "e4m3"
     assert measure.candidates(AUTO) == ("per_row", "bf16")
 
 
-def test_what_is_timed_runs_both_products() -> None:
+def test_what_is_timed_runs_both_products():
     for name in ("e4m3", "int8"):
         formats._linear(torch.device("cpu"), COATConfig().with_weights_in(name).linear_config(), (32, 64, 256))()

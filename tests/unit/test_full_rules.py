@@ -1,7 +1,5 @@
 """Jobs without `network:`: what holds of the config then, and what is refused, with what to write instead."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -41,7 +39,7 @@ def in_force(coat: COATConfig) -> tuple[str, str, bool]:
     return coat.activation.flow, coat.speed.cuda_graphs, coat.optimizer.stochastic_rounding
 
 
-def test_without_network_the_model_is_trained_and_saved_as_it_is_trained() -> None:
+def test_without_network_the_model_is_trained_and_saved_as_it_is_trained():
     parsed = JobConfig.from_dict(job())
     assert (parsed.full, parsed.save.dtype) == (True, "bf16")
     assert in_force(parsed.coat) == ("generic", "never", True)
@@ -110,7 +108,7 @@ def test_what_cannot_be_trained_is_refused(trainers, network, changes, coat, mes
         assert re.search(message, errors(trainer, network, changes, **coat)), trainer
 
 
-def test_inside_ai_toolkit_a_job_without_network_is_as_in_the_stand_alone_trainer() -> None:
+def test_inside_ai_toolkit_a_job_without_network_is_as_in_the_stand_alone_trainer():
     assert errors("ai-toolkit", FULL, FUSED, include=["*.attn.*"], exclude=["*.bias"]) == ""
     assert errors("ai-toolkit", FULL, {"save": {"dtype": "bf16"}}, activation={"wgrad_format": "e4m3"}) == ""
     shipped = Path(__file__).parents[2] / "configs" / "flux_full_80gb.yaml"
@@ -121,7 +119,7 @@ def test_inside_ai_toolkit_a_job_without_network_is_as_in_the_stand_alone_traine
     assert coat_of_entry(entry | {"network": {"type": "lora"}}, "f.yaml").activation.flow == "fused"
 
 
-def test_codes_of_trained_weights_are_kept_and_forgotten_as_copies_are() -> None:
+def test_codes_of_trained_weights_are_kept_and_forgotten_as_copies_are():
     block, x = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)), torch.randn(4, 32)
     for linear in block:
         FP8TrainableLinear.from_linear(linear)
@@ -137,7 +135,7 @@ def test_codes_of_trained_weights_are_kept_and_forgotten_as_copies_are() -> None
     assert transposed_bytes([block]) == 32 * 64
 
 
-def test_patterns_choose_parameters_and_modules() -> None:
+def test_patterns_choose_parameters_and_modules():
     names = ["a.0.attn.to_q.weight", "a.0.attn.to_q.bias", "a.1.norm.weight", "b.weight"]
     assert trained_names(names, ["*"], []) == names
     assert trained_names(names, ["a.*"], ["*.norm"]) == names[:2]
@@ -157,7 +155,7 @@ def fused(capturable: bool, max_norm: float) -> tuple[list[nn.Parameter], Update
 
 
 @pytest.mark.parametrize("capturable", [False, True])
-def test_each_gradient_is_clipped_by_itself_and_what_is_not_finite_changes_nothing(capturable: bool) -> None:
+def test_each_gradient_is_clipped_by_itself_and_what_is_not_finite_changes_nothing(capturable):
     params, updates, begun = fused(capturable, 0.5)
     (params[0].sum() * 3).backward()  # an earlier micro-batch: only adds up
     assert params[0].grad is not None
@@ -177,7 +175,7 @@ def test_each_gradient_is_clipped_by_itself_and_what_is_not_finite_changes_nothi
     assert updates.norm == 2.0
 
 
-def test_clipping_scales_to_the_norm() -> None:
+def test_clipping_scales_to_the_norm():
     params, updates, _ = fused(False, 0.5)
     gradients: dict[int, torch.Tensor] = {}
     updates._optimizer.step_parameter = lambda p: gradients.update({id(p): p.grad.clone()})  # type: ignore[method-assign]

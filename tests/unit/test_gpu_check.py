@@ -1,7 +1,5 @@
 """`scripts/gpu_check.py`: what is recorded of stages that end well, badly or not at all, and where a rerun goes on."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time
@@ -83,7 +81,7 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
 
 
-def test_stages_name_rows_that_exist_and_take_half_an_hour_together() -> None:
+def test_stages_name_rows_that_exist_and_take_half_an_hour_together():
     assert sum(stage.seconds for stage in gpu_check.STAGES) <= 30 * 60
     for stage in gpu_check.STAGES:
         level = "step" if stage.name == "trace" else stage.level
@@ -92,7 +90,7 @@ def test_stages_name_rows_that_exist_and_take_half_an_hour_together() -> None:
         assert set(gpu_check.TOY_ROWS.get(stage.name, stage.rows)) <= {*stage.rows, *named("trainer"), *named("step")}
 
 
-def test_the_gpu_tests_are_those_of_the_repository() -> None:
+def test_the_gpu_tests_are_those_of_the_repository():
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "kernels").glob("test_*.py")}
     for path in (ROOT / "tests").rglob("test_*.py"):
         if "mark.gpu" in path.read_text(encoding="utf-8") and path != Path(__file__):
@@ -101,7 +99,7 @@ def test_the_gpu_tests_are_those_of_the_repository() -> None:
     assert files - without_gpu == set(gpu_check.TESTS)
 
 
-def test_a_broken_row_costs_itself_alone_and_the_page_says_so(bench: Bench) -> None:
+def test_a_broken_row_costs_itself_alone_and_the_page_says_so(bench):
     """An exception, a hang, a killed child, a child killed while it writes."""
     stages = [bench.stage(name, f"{name} after") for name in ("raise", "kill", "half", "bad")]
     stages.insert(1, bench.stage("hang", "hang after", seconds=5))
@@ -128,7 +126,7 @@ def test_a_broken_row_costs_itself_alone_and_the_page_says_so(bench: Bench) -> N
         bench.run(*mended, dry=True)
 
 
-def test_what_is_left_of_a_row_runs_in_a_fresh_process(bench: Bench) -> None:
+def test_what_is_left_of_a_row_runs_in_a_fresh_process(bench):
     assert bench.run(bench.stage("one", "items")) == 0
     assert bench.order == ["items", "items"]
     items = bench.stages["one"]["results"]["items"]["items"]
@@ -136,7 +134,7 @@ def test_what_is_left_of_a_row_runs_in_a_fresh_process(bench: Bench) -> None:
     assert [word in bench.page for word in ("| second | ", "signal 11")] == [True, True]
 
 
-def test_the_time_is_kept_and_said_before(bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_the_time_is_kept_and_said_before(bench, capsys, monkeypatch):
     monkeypatch.setattr(gpu_check, "LEAST_SECONDS", 1.0)
     started = time.monotonic()
     stages = [bench.stage("one", "a hang"), bench.stage("two", "hang"), bench.stage("three", "b")]
@@ -152,7 +150,7 @@ def test_the_time_is_kept_and_said_before(bench: Bench, capsys: pytest.CaptureFi
     assert bench.order == ["c", "b", "b"]
 
 
-def test_rows_of_a_killed_run_stay(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_killed_run_stay(bench, monkeypatch):
     process = gpu_check.process
 
     def killed(check: Any, stage: Any, until: float, **spec: Any) -> Any:
@@ -172,7 +170,7 @@ def test_rows_of_a_killed_run_stay(bench: Bench, monkeypatch: pytest.MonkeyPatch
     assert sorted(path.name for path in bench.out.iterdir()) == ["gpu_check.json", "gpu_check.md", "output.txt"]
 
 
-def test_items_are_tried_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_items_are_tried_one_after_the_other(tmp_path, monkeypatch):
     record = _gpu_kernels.Record(tmp_path / "result", {"done": {"us": 2.0}}, 60.0)
     items = {"done": lambda: 1 / 0, "wrong": lambda: 1 / 0, "right": lambda: {"us": 1.0}}
     record.run(items.items())
@@ -196,7 +194,7 @@ def test_items_are_tried_one_after_the_other(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.triton
-def test_every_listed_kernel_is_timed() -> None:
+def test_every_listed_kernel_is_timed():
     """On the meta device: the launchers run at FLUX.1's shapes, their kernels do not."""
     quantized = CASES["quantize per row e4m3"]
     figures = _gpu_kernels.time_launcher(quantized, torch.device("meta"), (1, 1), Card(1, gb_per_second=1e6))
@@ -206,7 +204,7 @@ def test_every_listed_kernel_is_timed() -> None:
 
 
 @pytest.mark.triton
-def test_a_kernel_that_differs_from_its_reference_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_differs_from_its_reference_is_an_error(monkeypatch):
     small, device = CASES["rotate fp32"], torch.device("cpu")
     _gpu_kernels.check_launcher(small, device)
     monkeypatch.setattr(proof.dispatch, "launcher_of", lambda _: lambda x, size: x.clone())
@@ -217,7 +215,7 @@ def test_a_kernel_that_differs_from_its_reference_is_an_error(monkeypatch: pytes
 
 
 @pytest.mark.triton
-def test_made_up_angles_are_those_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_made_up_angles_are_those_of_pairs(monkeypatch):
     """Kernels read one of each pair, the reference both."""
     seen = []
     monkeypatch.setattr(_gpu_kernels, "fault", lambda call, _: seen.append(call) or "")
@@ -229,7 +227,7 @@ def test_made_up_angles_are_those_of_pairs(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.triton
-def test_a_dry_run_executes_every_kind_of_stage(bench: Bench, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_dry_run_executes_every_kind_of_stage(bench, tmp_path, monkeypatch):
     """The processes of stages run in this one, but for the tests'; kernels are those of one launcher."""
     monkeypatch.setattr(on_gpu, "SHAPES", ((1, 1),))
     mains = {

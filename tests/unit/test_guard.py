@@ -1,7 +1,5 @@
 """`RunGuard`: each check by its values and thresholds; runs that explode are doubted, then ended."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -27,7 +25,7 @@ def guard_of(lines: list[str] | None = None, growth: float = BROKEN_LORA, **opti
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (0.5, math.inf)])
-def test_a_single_step_that_is_not_finite_is_skipped_and_counted(loss: float, norm: float) -> None:
+def test_a_single_step_that_is_not_finite_is_skipped_and_counted(loss, norm):
     lines: list[str] = []
     guard = guard_of(lines)
     assert [guard.allows_update(*step) for step in ((1, 0.5, 1.0), (2, loss, norm), (3, 0.4, 1.0))] == [1, 0, 1]
@@ -56,7 +54,7 @@ STREAKS: dict[str, tuple[dict[str, int], list[tuple[float, float]], str]] = {
 
 
 @pytest.mark.parametrize("name", STREAKS)
-def test_a_streak_ends_the_run_and_an_interrupted_one_does_not(name: str) -> None:
+def test_a_streak_ends_the_run_and_an_interrupted_one_does_not(name):
     options, steps, message = STREAKS[name]
     guard = guard_of(**options)
     for number, (loss, norm) in enumerate(steps[:-1], 1):
@@ -68,7 +66,7 @@ def test_a_streak_ends_the_run_and_an_interrupted_one_does_not(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", [B, "transformer$$block$$to_q.lora_up.weight"])
-def test_a_lora_b_that_stays_zero_ends_the_run_in_either_trainers_names(name: str) -> None:
+def test_a_lora_b_that_stays_zero_ends_the_run_in_either_trainers_names(name):
     guard = guard_of(dead_lora_steps=3)
     guard.lora = {A: guard.lora[A], name: guard.lora[B]}
     guard.after_update(1)
@@ -77,7 +75,7 @@ def test_a_lora_b_that_stays_zero_ends_the_run_in_either_trainers_names(name: st
         guard.after_update(3)
 
 
-def test_one_living_lora_b_is_enough_and_a_warm_up_has_two_updates() -> None:
+def test_one_living_lora_b_is_enough_and_a_warm_up_has_two_updates():
     guard = guard_of(dead_lora_steps=1)
     guard.lora = {**guard.lora, "other.lora_B.weight": torch.zeros(4, 2)}
     guard.after_update(1)  # lr 0 in the first step of a warm-up
@@ -88,7 +86,7 @@ def test_one_living_lora_b_is_enough_and_a_warm_up_has_two_updates() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_a_parameter_that_is_not_finite_is_found_before_a_save_and_at_intervals(value: float) -> None:
+def test_a_parameter_that_is_not_finite_is_found_before_a_save_and_at_intervals(value):
     guard = guard_of(health_every=2, dead_lora_steps=100)
     guard.lora[A].data[1, 3] = value
     message = f"step 7: 1 of 2 trained tensors are not finite .{A}.*lower train.lr"
@@ -99,7 +97,7 @@ def test_a_parameter_that_is_not_finite_is_found_before_a_save_and_at_intervals(
         guard.after_update(7)
 
 
-def test_switched_off_it_skips_and_checks_the_end_and_nothing_else() -> None:
+def test_switched_off_it_skips_and_checks_the_end_and_nothing_else():
     guard = guard_of(enabled=False, nonfinite_steps=1, zero_gradient_steps=1, pinned_loss_steps=2, dead_lora_steps=2)
     guard.updates = 1
     with pytest.raises(DeadRunError, match="every lora_B is still zero after 1 updates"):
@@ -116,7 +114,7 @@ def test_switched_off_it_skips_and_checks_the_end_and_nothing_else() -> None:
     guard.check_save(7, final=True)
 
 
-def test_counters_go_on_after_a_resume() -> None:
+def test_counters_go_on_after_a_resume():
     options = {"nonfinite_steps": 3, "pinned_loss_steps": 4, "zero_gradient_steps": 4}
     first, second = guard_of(**options), guard_of(**options)
     for step, loss in enumerate([0.25, 0.25, math.nan, math.nan], 1):
@@ -132,7 +130,7 @@ def test_counters_go_on_after_a_resume() -> None:
     assert third.state_dict() == guard_of().state_dict()
 
 
-def test_parameters_are_read_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_are_read_back_once(monkeypatch):
     reads: list[int] = []
     original = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(self.numel()) or original(self))
@@ -168,7 +166,7 @@ def drawn(rng: random.Random, ratios: tuple[float, ...], photos: int) -> float:
     return sum(rng.choices(ratios, k=photos)) / photos
 
 
-def test_the_steps_that_are_compared() -> None:
+def test_the_steps_that_are_compared():
     guard = guard_of()
     steps = [step for step in range(101, 1101) if guard.compares(step, (100 - step) % 1000, 1100 - step)]
     assert steps == [101, 104, 108, 116, 132, *range(150, 1100, 50), *range(1085, 1101)]
@@ -180,7 +178,7 @@ def test_the_steps_that_are_compared() -> None:
     assert len(lines) == 1
 
 
-def test_of_a_lokr_the_matrix_that_begins_with_zero_is_switched_off() -> None:
+def test_of_a_lokr_the_matrix_that_begins_with_zero_is_switched_off():
     guard = guard_of()
     names = ("a.lokr_w1", "a.lokr_w2", "b.lokr_w1", "b.lokr_w2_a", "b.lokr_w2_b")
     guard.lora = {name: torch.ones(2, 2) for name in names}
@@ -192,7 +190,7 @@ def test_of_a_lokr_the_matrix_that_begins_with_zero_is_switched_off() -> None:
 
 @pytest.mark.parametrize("photos", [1, 4])
 @pytest.mark.parametrize("effect", [0.1, 0.3, 0.6, 1.0])  # 1: the LoRA of 3 times the good rate
-def test_healthy_runs_are_not_stopped(photos: int, effect: float) -> None:
+def test_healthy_runs_are_not_stopped(photos, effect):
     doubts = 0
     for seed in range(25):
         rng, guard = random.Random(seed), guard_of()
@@ -238,7 +236,7 @@ def outcome(good: int, photos: int, ramp: int, save_every: int, seed: int) -> st
 
 @pytest.mark.parametrize("photos", [1, 4])
 @pytest.mark.parametrize("good", [0, 4, 18, 60])
-def test_a_rate_too_high_ends_the_run_and_the_good_state_is_kept(good: int, photos: int) -> None:
+def test_a_rate_too_high_ends_the_run_and_the_good_state_is_kept(good, photos):
     cases = itertools.product((1, 2), (1, 2, 4, 10), range(10))
     counts = Counter(outcome(good, photos, *case) for case in cases)
     others = counts.pop("back to a bad one", 0) + counts.pop("lost", 0)
@@ -246,7 +244,7 @@ def test_a_rate_too_high_ends_the_run_and_the_good_state_is_kept(good: int, phot
     assert set(counts) <= {"back to a good one", "start over"}
 
 
-def test_what_was_never_finite_is_not_put_down_to_the_rate() -> None:
+def test_what_was_never_finite_is_not_put_down_to_the_rate():
     guard = guard_of(nonfinite_steps=3)
     assert not any(guard.allows_update(step, math.nan, math.nan) for step in (1, 2))
     with pytest.raises(DeadRunError, match=r"in each of 2 steps; nothing was trained yet.*model.*photos"):
@@ -255,7 +253,7 @@ def test_what_was_never_finite_is_not_put_down_to_the_rate() -> None:
         guard.allows_update(3, math.nan, math.nan)
 
 
-def test_a_validation_loss_above_the_starts_ends_the_run() -> None:
+def test_a_validation_loss_above_the_starts_ends_the_run():
     guard = guard_of()
     guard.check_end(20, 0.6, 0.61)
     guard_of(enabled=False).check_end(20, 0.6, 6.0)
@@ -265,7 +263,7 @@ def test_a_validation_loss_above_the_starts_ends_the_run() -> None:
         assert end.value.since == 1  # no comparison says where it began
 
 
-def test_a_doubt_ends_the_run_after_its_limit_and_a_passing_one_does_not() -> None:
+def test_a_doubt_ends_the_run_after_its_limit_and_a_passing_one_does_not():
     guard = guard_of(diverging_steps=20)
     assert sum(compared(guard, step, 1000, 0.9) for step in range(1, 51)) == 6
     other = guard_of(diverging_steps=20)
@@ -282,7 +280,7 @@ def test_a_doubt_ends_the_run_after_its_limit_and_a_passing_one_does_not() -> No
 
 
 @pytest.mark.parametrize("ratio", [0.99, 1.1])
-def test_the_last_16_steps_are_compared_and_their_mean_decides_at_the_end(ratio: float) -> None:
+def test_the_last_16_steps_are_compared_and_their_mean_decides_at_the_end(ratio):
     guard = guard_of()
     guard.lora[B].data.fill_(1e-3)
     done = [compared(guard, step, 1000, ratio if step > 14 else 0.99, until_end=30 - step) for step in range(1, 23)]
@@ -294,7 +292,7 @@ def test_the_last_16_steps_are_compared_and_their_mean_decides_at_the_end(ratio:
         guard.check_save(30, final=True)
 
 
-def test_good_comparisons_before_do_not_excuse_the_last_8() -> None:
+def test_good_comparisons_before_do_not_excuse_the_last_8():
     guard = guard_of()
     guard.lora[B].data.fill_(1e-3)
     for step in range(1, 31):
@@ -303,7 +301,7 @@ def test_good_comparisons_before_do_not_excuse_the_last_8() -> None:
         guard.check_save(30, final=True)
 
 
-def test_few_comparisons_decide_by_a_tenth() -> None:
+def test_few_comparisons_decide_by_a_tenth():
     for ratio, in_doubt in ((1.15, False), (1.25, True)):  # of the second of two steps
         guard = guard_of()
         compared(guard, 1, 0, 1.0)
@@ -316,7 +314,7 @@ def test_few_comparisons_decide_by_a_tenth() -> None:
     assert guard.doubt  # 1.03, the mean of eight
 
 
-def test_a_loaded_lora_is_compared_with_its_own_start() -> None:
+def test_a_loaded_lora_is_compared_with_its_own_start():
     guard = guard_of()
     assert all(compared(guard, step, 0, 1.5) for step in range(1, 20))
     assert guard.doubt is None
@@ -326,7 +324,7 @@ def test_a_loaded_lora_is_compared_with_its_own_start() -> None:
 
 
 @pytest.mark.parametrize("limit", [1.1, 100.0])  # of a whole model, of adapters
-def test_weights_that_have_grown_far_are_broken(limit: float) -> None:
+def test_weights_that_have_grown_far_are_broken(limit):
     guard = guard_of(growth=limit)
     guard.allows_update(1, 0.3, 1.0)  # measures the weights before the first step
     guard.lora[A].data.fill_(0.99 * limit)
@@ -337,7 +335,7 @@ def test_weights_that_have_grown_far_are_broken(limit: float) -> None:
     assert end.value.since == 8
 
 
-def test_a_streak_that_is_not_finite_is_doubted_and_a_single_step_is_not() -> None:
+def test_a_streak_that_is_not_finite_is_doubted_and_a_single_step_is_not():
     guard = guard_of()
     doubts = []
     for step, loss in enumerate((0.3, math.nan, 0.3, math.inf, math.nan, 0.3), 1):
@@ -352,7 +350,7 @@ def test_a_streak_that_is_not_finite_is_doubted_and_a_single_step_is_not() -> No
     assert end.value.since == 7
 
 
-def test_norms_of_no_tensor_and_of_one_without_elements() -> None:
+def test_norms_of_no_tensor_and_of_one_without_elements():
     assert tensor_norms([]).shape == (0,)
     assert tensor_norms([torch.empty(0), torch.tensor([3.0, -4.0])]).tolist() == [0.0, 5.0]
     assert tensor_norms([torch.tensor([3.0, -4.0])], math.inf).tolist() == [4.0]

@@ -1,10 +1,7 @@
 """scripts/language_model.py: it learns in bf16 and with COAT, counts bytes, and pairs seeds."""
 
-from __future__ import annotations
-
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +9,7 @@ import torch
 from scripts import language_model as script
 
 
-def test_both_learn_from_the_same_start_and_bytes_are_counted(tmp_path: Path) -> None:
+def test_both_learn_from_the_same_start_and_bytes_are_counted(tmp_path):
     script.main(["--size", "tiny", "--seeds", "1", "--arms", "bf16", "coat", "--out", str(tmp_path)])
     found = {path.stem.split("-")[2]: json.loads(path.read_text()) for path in tmp_path.iterdir()}
     for result in found.values():
@@ -26,7 +23,7 @@ def test_both_learn_from_the_same_start_and_bytes_are_counted(tmp_path: Path) ->
     assert found["coat"]["saved_bytes"] < 0.8 * found["bf16"]["saved_bytes"]
 
 
-def test_gaps_are_paired_by_seed() -> None:
+def test_gaps_are_paired_by_seed():
     losses = {"bf16": (1.0, 2.0, 3.0), "coat": (1.1, 2.1, 3.4)}
     runs = {arm: [script.Result(loss, [], 8.0, 100.0, 0.1) for loss in each] for arm, each in losses.items()}
     text = script.table(runs)
@@ -35,7 +32,7 @@ def test_gaps_are_paired_by_seed() -> None:
     assert "standard deviation 1.0000" in text
 
 
-def test_held_out_files_are_not_trained_on() -> None:
+def test_held_out_files_are_not_trained_on():
     train, held_out = (part.to(torch.uint8).numpy().tobytes() for part in script.standard_library(1e3))
     assert 0.05 < len(held_out) / len(train) < 0.2
     assert held_out[2000:3000] not in train

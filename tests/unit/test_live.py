@@ -1,7 +1,5 @@
 """The live page's server: who may read, who may ask; and the files by which a run is asked."""
 
-from __future__ import annotations
-
 import http.client
 import itertools
 import json
@@ -66,7 +64,7 @@ def enabled(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize("headers", [{}, {"X-Coat-Token": "é"}, {"Authorization": "{token}"}])
-def test_without_the_token_nothing_changes(run: Path, headers: dict[str, str]) -> None:
+def test_without_the_token_nothing_changes(run, headers):
     watch = Watch(run)
     client = Client(watch)
     with live(run) as asked:
@@ -82,7 +80,7 @@ def test_without_the_token_nothing_changes(run: Path, headers: dict[str, str]) -
         assert asked.poll() == frozenset()
 
 
-def test_with_the_token_a_run_that_goes_on_is_asked_once(run: Path) -> None:
+def test_with_the_token_a_run_that_goes_on_is_asked_once(run):
     watch = Watch(run)
     client, token = Client(watch), {"X-Coat-Token": watch.token}
     assert client.post("/commands/stop", headers=token).status_code == 409  # nothing runs
@@ -111,20 +109,20 @@ def test_with_the_token_a_run_that_goes_on_is_asked_once(run: Path) -> None:
         (["evil.example"], "0.0.0.0", 403),
     ],
 )
-def test_other_names_than_this_machines_are_refused(hosts: list[str], bound: str, status: int, run: Path) -> None:
+def test_other_names_than_this_machines_are_refused(hosts, bound, status, run):
     for host, path in itertools.product(hosts, ("/", f"/samples/{PICTURE}")):
         environ = create_environ(path) | {"HTTP_HOST": host}  # not by `Client`: an old one fails on such names itself
         assert run_wsgi_app(Watch(run, bound), environ)[1].startswith(str(status))
 
 
 @pytest.mark.parametrize("name", ["../../" + PICTURE, "..%2f..%2f" + PICTURE, LINKED, "a.yaml"])
-def test_only_samples_are_served(name: str, run: Path) -> None:
+def test_only_samples_are_served(name, run):
     answer = Client(Watch(run)).get(f"/samples/{name}")
     assert answer.status_code == 404
     assert b"secret" not in answer.data
 
 
-def test_no_origin_but_ours_may_read_or_frame_it(run: Path) -> None:
+def test_no_origin_but_ours_may_read_or_frame_it(run):
     answer = Client(Watch(run)).get("/", headers={"Origin": "https://evil.example"})
     assert not [name for name, _ in answer.headers if name.lower().startswith("access-control")]
     policy = answer.headers["Content-Security-Policy"]
@@ -136,7 +134,7 @@ def test_no_origin_but_ours_may_read_or_frame_it(run: Path) -> None:
     assert answer.headers["X-Content-Type-Options"] == "nosniff"
 
 
-def test_it_listens_on_the_loopback_address_only(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_listens_on_the_loopback_address_only(run, capsys):
     serve(run, None, 0)  # as `coat-flux watch` and `train --watch` do
     address = urlsplit(capsys.readouterr().out.removeprefix("watch: ").strip())
     assert (address.hostname, len(address.fragment)) == ("127.0.0.1", 32)
@@ -154,7 +152,7 @@ def test_it_listens_on_the_loopback_address_only(run: Path, capsys: pytest.Captu
     assert not Watch(run, "0.0.0.0").is_private
 
 
-def test_the_page_shows_the_run_and_escapes_its_texts(run: Path) -> None:
+def test_the_page_shows_the_run_and_escapes_its_texts(run):
     with live(run):
         page = page_of(run)
     assert enabled(page) == list(COMMANDS)
@@ -166,7 +164,7 @@ def test_the_page_shows_the_run_and_escapes_its_texts(run: Path) -> None:
     assert "<b>" not in page
 
 
-def test_the_phase_that_is_open_is_named(run: Path) -> None:
+def test_the_phase_that_is_open_is_named(run):
     for phase, words in {"sample": "Sampling", "step": "Training", "load": "Loading", None: "Training"}.items():
         phases = {name: {"open": name == phase} for name in ("load", "step", "sample")}
         (run / "coat" / "memory.json").write_text(json.dumps({"phases": phases}), encoding="utf-8")
@@ -177,7 +175,7 @@ def test_the_phase_that_is_open_is_named(run: Path) -> None:
 @pytest.mark.parametrize(
     ("ends", "sentence"), [(None, "Finished"), (KeyboardInterrupt(), "Stopped after"), (OSError("no room"), "no room")]
 )
-def test_how_it_ended_is_said(run: Path, ends: BaseException | None, sentence: str) -> None:
+def test_how_it_ended_is_said(run, ends, sentence):
     with suppress(KeyboardInterrupt, OSError), live(run):
         if ends is not None:
             raise ends
@@ -187,7 +185,7 @@ def test_how_it_ended_is_said(run: Path, ends: BaseException | None, sentence: s
     assert enabled(page) == []
 
 
-def test_a_killed_run_and_one_whose_number_another_process_has_are_gone(run: Path) -> None:
+def test_a_killed_run_and_one_whose_number_another_process_has_are_gone(run):
     live(run).__enter__()
     assert read_status(run)["alive"]
     path = run / "coat" / "status.json"
@@ -205,5 +203,5 @@ def test_a_killed_run_and_one_whose_number_another_process_has_are_gone(run: Pat
     assert "does not say whether it is still going" in page_of(run)
 
 
-def test_a_folder_that_is_not_there_yet_is_a_run_that_starts(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_yet_is_a_run_that_starts(tmp_path):
     assert "not written anything yet" in page_of(tmp_path / "none")

@@ -1,7 +1,5 @@
 """Attention kernel and GEMM of a run: tried, timed, the fastest taken; forced, kept, remembered; clocks are made up."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging
@@ -85,7 +83,7 @@ def forced(kernel: str) -> AttentionPick:
     return chooses
 
 
-def test_the_fastest_that_is_right_is_taken(kernels: Kernels, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_fastest_that_is_right_is_taken(kernels, caplog):
     with caplog.at_level(logging.INFO):
         chooses, picked = pick()
     assert (picked.name, kernels.in_use, chooses.kernel) == ("quick", "quick", "quick")
@@ -97,13 +95,13 @@ def test_the_fastest_that_is_right_is_taken(kernels: Kernels, caplog: pytest.Log
 
 
 @pytest.mark.parametrize(("ms", "taken"), [(1.96, OWN), (1.90, "quick"), (2.5, OWN)])
-def test_torchs_choice_stays_where_another_is_hardly_faster(kernels: Kernels, ms: float, taken: str) -> None:
+def test_torchs_choice_stays_where_another_is_hardly_faster(kernels, ms, taken):
     kernels.ms["quick"] = ms
     assert pick()[1].name == taken
     assert kernels.in_use == taken
 
 
-def test_each_shape_is_measured_once_for_all_runs(kernels: Kernels) -> None:
+def test_each_shape_is_measured_once_for_all_runs(kernels):
     first = pick()[1]
     kernels.timed.clear()
     kernels.ms = dict.fromkeys(MS, 1.0)
@@ -113,7 +111,7 @@ def test_each_shape_is_measured_once_for_all_runs(kernels: Kernels) -> None:
     assert kernels.timed
 
 
-def test_a_remembered_kernel_that_no_longer_runs_costs_a_measurement(kernels: Kernels) -> None:
+def test_a_remembered_kernel_that_no_longer_runs_costs_a_measurement(kernels):
     pick()
     file = measure.cache_file()
     (key,) = json.loads(file.read_text())
@@ -122,7 +120,7 @@ def test_a_remembered_kernel_that_no_longer_runs_costs_a_measurement(kernels: Ke
     assert json.loads(file.read_text())[key] == {OWN: 2.0, "quick": 1.0, "slow": 4.0}
 
 
-def test_a_run_that_no_kernel_suits_goes_on_with_torchs_choice(kernels: Kernels) -> None:
+def test_a_run_that_no_kernel_suits_goes_on_with_torchs_choice(kernels):
     kernels.forward = lambda *_: 1 / 0  # type: ignore[method-assign]
     attention.attention_forward = kernels.forward
     picked = pick()[1]
@@ -131,7 +129,7 @@ def test_a_run_that_no_kernel_suits_goes_on_with_torchs_choice(kernels: Kernels)
     assert (kernels.in_use, measure.cache_file().exists()) == (None, False)
 
 
-def test_a_kernel_named_by_the_config_is_taken_and_must_run(kernels: Kernels) -> None:
+def test_a_kernel_named_by_the_config_is_taken_and_must_run(kernels):
     chooses = forced("slow")
     chooses.resumed = "quick"
     picked = chooses.choose(like())
@@ -142,7 +140,7 @@ def test_a_kernel_named_by_the_config_is_taken_and_must_run(kernels: Kernels) ->
             forced(kernel).choose(like())
 
 
-def test_a_resumed_run_keeps_its_kernel(kernels: Kernels, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resumed_run_keeps_its_kernel(kernels, caplog):
     for speed in ({}, {"measure": "never"}):
         chooses, picked = pick(kept="slow", **speed)
         assert (picked.name, picked.why) == ("slow", "that of the resumed run")
@@ -151,16 +149,14 @@ def test_a_resumed_run_keeps_its_kernel(kernels: Kernels, caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize(("measures", "now"), [("auto", "quick"), ("never", OWN)])
-def test_a_resumed_run_that_cannot_keep_it_says_so(
-    kernels: Kernels, caplog: pytest.LogCaptureFixture, measures: str, now: str
-) -> None:
+def test_a_resumed_run_that_cannot_keep_it_says_so(kernels, caplog, measures, now):
     chooses, picked = pick(kept="refused", measure=measures)
     assert (picked.name, chooses.kernel, bool(kernels.timed)) == (now, now, measures == "auto")
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert f"refused -> {now} (RuntimeError: CUDA error: not on this card)" in line
 
 
-def test_the_first_of_several_processes_chooses_for_all(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_of_several_processes_chooses_for_all(kernels, monkeypatch):
     sent = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
@@ -175,7 +171,7 @@ def test_the_first_of_several_processes_chooses_for_all(kernels: Kernels, monkey
     assert (picked, kernels.tried, kernels.in_use, chooses.kernel) == (sent[0], [], "quick", "quick")
 
 
-def test_on_a_cpu_torch_chooses_and_a_kernel_for_gpus_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_on_a_cpu_torch_chooses_and_a_kernel_for_gpus_is_refused(caplog):
     with caplog.at_level(logging.INFO):
         chooses, picked = pick(kept="cudnn", measure="always")
     assert (picked.name, picked.why, chooses.kernel) == (OWN, "torch's choice", None)
@@ -185,7 +181,7 @@ def test_on_a_cpu_torch_chooses_and_a_kernel_for_gpus_is_refused(caplog: pytest.
         pick(attention="cudnn")
 
 
-def test_blocks_run_the_kernel_that_was_chosen_and_a_save_names_it(kernels: Kernels) -> None:
+def test_blocks_run_the_kernel_that_was_chosen_and_a_save_names_it(kernels):
     models = [coat_flux_model({"memory": {"checkpointing": "none"}})[0] for _ in range(2)]
     assert "attention" not in execution_of(models[0])
     predict(models[0])
@@ -264,9 +260,7 @@ class Bench:
         return GEMM_MS[self.runs[-1][1]]
 
 
-def test_a_resumed_gemm_is_taken_without_measuring_unless_the_config_forbids_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_resumed_gemm_is_taken_without_measuring_unless_the_config_forbids_it(monkeypatch, caplog):
     bench, coarse = (Bench(monkeypatch, config_of()) for _ in range(2))
     bench.pick.keep("bf16")
     assert (bench.pick.choose(bench.args).name, bench.gemm(), bench.runs) == ("bf16", "bf16", [])
@@ -276,7 +270,7 @@ def test_a_resumed_gemm_is_taken_without_measuring_unless_the_config_forbids_it(
     assert coarse.pick.choose(coarse.args).name == "per_row"
 
 
-def test_the_fastest_is_taken_and_logged_and_nothing_of_the_run_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_is_taken_and_logged_and_nothing_of_the_run_is_touched(monkeypatch):
     bench = Bench(monkeypatch, config_of(activation={"linear_granularity": "per_tensor"}))
     before, state = [x.clone() for x in bench.args], torch.get_rng_state()
     picked = bench.pick.choose(bench.args)
@@ -289,7 +283,7 @@ def test_the_fastest_is_taken_and_logged_and_nothing_of_the_run_is_touched(monke
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_excluded_linears_stay_in_bf16_and_fp8_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_excluded_linears_stay_in_bf16_and_fp8_comes_back(monkeypatch):
     bench = Bench(monkeypatch, config_of())
     for gemm in ("bf16", "per_row", "per_tensor"):
         bench.pick.set(gemm)
@@ -297,7 +291,7 @@ def test_excluded_linears_stay_in_bf16_and_fp8_comes_back(monkeypatch: pytest.Mo
         assert all(not block.excluded.config.use_fp8_gemm for block in bench.blocks.values())
 
 
-def test_blocks_that_take_other_arguments_than_the_first_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_take_other_arguments_than_the_first_are_left_out(monkeypatch):
     bench = Bench(monkeypatch, config_of())
     bench.blocks["c.0"] = OfOneStream(config_of())
     bench.pick = GemmPick(bench.blocks, config_of(), bench.form_of)
@@ -305,13 +299,13 @@ def test_blocks_that_take_other_arguments_than_the_first_are_left_out(monkeypatc
     assert {kind for kind, _ in bench.runs} == {Double, Single}
 
 
-def test_the_budget_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_is_kept(monkeypatch):
     bench = Bench(monkeypatch, config_of(), pass_s=4.0)  # one candidate uses the budget up
     picked = bench.pick.choose(bench.args)
     assert (list(picked.milliseconds), picked.name) == (["per_row"], "per_row")
 
 
-def test_a_gemm_that_is_refused_or_fails_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gemm_that_is_refused_or_fails_is_left_out_with_its_reason(monkeypatch):
     bench = Bench(monkeypatch, config_of(activation={"linear_granularity": "per_tensor"}))
     refusal = "Rowwise scaling is not currently supported on your device"
 
@@ -334,7 +328,7 @@ def test_a_gemm_that_is_refused_or_fails_is_left_out_with_its_reason(monkeypatch
     assert (bench.pick.choose(bench.args).name, bench.gemm()) == ("per_row", "per_row")
 
 
-def test_out_of_memory_is_no_verdict_on_the_first_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_no_verdict_on_the_first_gemm(monkeypatch):
     """At the largest size the batch's own is tried; only where that fails, too, the step's remedies follow."""
     bench = Bench(monkeypatch, config_of())
     bench.pick.image_tokens = 64
@@ -357,7 +351,7 @@ def test_out_of_memory_is_no_verdict_on_the_first_gemm(monkeypatch: pytest.Monke
     assert set(bench.seen) == {64}, "as times of the largest the others' would stay"
 
 
-def test_the_largest_size_is_timed_though_the_first_batch_is_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_size_is_timed_though_the_first_batch_is_smaller(monkeypatch):
     bench = Bench(monkeypatch, config_of())
     bench.pick.image_tokens = 64
     bench.pick.choose(bench.args)
@@ -368,7 +362,7 @@ def test_the_largest_size_is_timed_though_the_first_batch_is_smaller(monkeypatch
     assert not again.runs, "one timing for every first batch"
 
 
-def test_arguments_grow_with_their_tables_and_those_with_a_mask_do_not() -> None:
+def test_arguments_grow_with_their_tables_and_those_with_a_mask_do_not():
     image, text, table = torch.randn(1, 6, 10), torch.randn(1, 4, 10), (torch.randn(10, 6), torch.randn(10, 6))
     vector = torch.randn(1, 10)
     grown = measure.enlarged((image, text, vector, table, None), 8)
@@ -381,7 +375,7 @@ def test_arguments_grow_with_their_tables_and_those_with_a_mask_do_not() -> None
 
 
 @pytest.mark.parametrize("content", ["", '{"x": 3}'])
-def test_a_broken_cache_costs_a_measurement(monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+def test_a_broken_cache_costs_a_measurement(monkeypatch, content):
     measure.cache_file().parent.mkdir(parents=True)
     measure.cache_file().write_text(content)
     bench = Bench(monkeypatch, config_of())
@@ -397,14 +391,14 @@ def test_a_broken_cache_costs_a_measurement(monkeypatch: pytest.MonkeyPatch, con
         ({"activation": {"use_fp8": False}, "speed": {"measure": "always"}}, "the only one"),
     ],
 )
-def test_as_written_where_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, coat: dict[str, Any], why: str) -> None:
+def test_as_written_where_nothing_is_measured(monkeypatch, coat, why):
     bench = Bench(monkeypatch, COATConfig.from_dict(coat))
     picked = bench.pick.choose(bench.args)
     assert (bench.runs, picked.milliseconds) == ([], {})
     assert why in picked.describe("", 1)
 
 
-def test_a_cached_answer_of_another_config_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_answer_of_another_config_is_not_taken(monkeypatch):
     keys = []
     for coat in ({}, {"activation": {"linear_granularity": "per_tensor"}}, {"weight": {"granularity": "per_row"}}):
         config = config_of(**coat)

@@ -1,7 +1,5 @@
 """What watches memory: phases, their report and lines, the Windows driver's spill, what counts as a lack."""
 
-from __future__ import annotations
-
 import errno
 import json
 import mmap
@@ -53,7 +51,7 @@ def record_in(folder: Path) -> dict[str, Any]:
     return record
 
 
-def test_parts_count_each_storage_once_and_adapters_before_the_transformer() -> None:
+def test_parts_count_each_storage_once_and_adapters_before_the_transformer():
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False))
     model[0].requires_grad_(False)
     model[0].register_buffer("weight_codes", torch.zeros(8, 8, dtype=torch.float8_e4m3fn))
@@ -74,7 +72,7 @@ def test_parts_count_each_storage_once_and_adapters_before_the_transformer() -> 
     assert sum(HeldParts(torch.device("meta")).count().values()) == 0
 
 
-def test_each_phase_has_its_own_peak_and_goes_on_after_a_sample(gpu: FakeDevice, tmp_path: Path) -> None:
+def test_each_phase_has_its_own_peak_and_goes_on_after_a_sample(gpu, tmp_path):
     tracker = PhaseTracker(torch.device("cuda"), tmp_path / "memory.json")
     tracker.enter("load")
     gpu.take(100)
@@ -101,7 +99,7 @@ def test_each_phase_has_its_own_peak_and_goes_on_after_a_sample(gpu: FakeDevice,
     assert gpu.resets == 4
 
 
-def test_saved_activations_are_what_a_forward_pass_added_but_gradients(gpu: FakeDevice, tmp_path: Path) -> None:
+def test_saved_activations_are_what_a_forward_pass_added_but_gradients(gpu, tmp_path):
     model = nn.Linear(16, 16, bias=False)
     tracker = PhaseTracker(torch.device("cuda"), tmp_path / "memory.json")
     tracker.held = HeldParts(CPU)  # the tensors are on the CPU, the numbers are the fake's
@@ -124,7 +122,7 @@ def test_saved_activations_are_what_a_forward_pass_added_but_gradients(gpu: Fake
     assert step["most"]["saved activations"] == 700
 
 
-def test_saved_activations_are_counted_on_a_cpu(tmp_path: Path) -> None:
+def test_saved_activations_are_counted_on_a_cpu(tmp_path):
     linear = nn.Linear(64, 64, bias=False)
     tracker = PhaseTracker(CPU, tmp_path / "memory.json")
     tracker.enter("step")
@@ -165,7 +163,7 @@ def _record(**values: Any) -> dict[str, Any]:
     } | values
 
 
-def test_table_shows_prediction_beside_measurement() -> None:
+def test_table_shows_prediction_beside_measurement():
     _, rows, notes = tabulated(_record())
     assert rows[1:] == [
         ["load", "1", "7.50", "7.50", "15.00", "15.00", "-"],
@@ -190,7 +188,7 @@ def _refuse() -> Any:
     raise ConfigError("job.yaml: 2 problems\n  a.b=1: no")
 
 
-def test_a_job_that_cannot_be_predicted_is_one_line(tmp_path: Path) -> None:
+def test_a_job_that_cannot_be_predicted_is_one_line(tmp_path):
     (line,), record = _finished(tmp_path, _refuse)
     reason = "ConfigError: job.yaml: 2 problems a.b=1: no"
     assert record["prediction"] == {"missing": reason}
@@ -200,7 +198,7 @@ def test_a_job_that_cannot_be_predicted_is_one_line(tmp_path: Path) -> None:
 # -- memory lines -----------------------------------------------------------------------------------------------------
 
 
-def test_lines_come_at_log_every_with_the_note_once() -> None:
+def test_lines_come_at_log_every_with_the_note_once():
     watch, log = step_watch("memory: {log_every: 2}")
     for step in (1, 2, 3, 4):
         for moment in STEP_MOMENTS:
@@ -217,7 +215,7 @@ def test_lines_come_at_log_every_with_the_note_once() -> None:
         assert log.details == []
 
 
-def test_cpu_numbers_are_the_process_and_its_peak() -> None:
+def test_cpu_numbers_are_the_process_and_its_peak():
     before = used_bytes(torch.device("cpu"))[0]
     block = mmap.mmap(-1, 64 * 2**20)  # new pages, where an allocator might reuse what earlier tests left
     torch.frombuffer(block, dtype=torch.uint8).fill_(1)
@@ -229,7 +227,7 @@ def test_cpu_numbers_are_the_process_and_its_peak() -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_numbers_are_the_allocators() -> None:
+def test_gpu_numbers_are_the_allocators():
     device = torch.device("cuda")
     block = torch.ones(2**20, device=device)
     assert used_bytes(device) == (torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
@@ -253,7 +251,7 @@ def seconds_of(*later: float, first: float = 30.0) -> list[float]:
     return [first] * WARM_UP + usual + list(later)
 
 
-def test_a_spill_is_said_once_with_numbers() -> None:
+def test_a_spill_is_said_once_with_numbers():
     slow = seconds_of(*[8.0] * 40)
     slow[WARM_UP + 2] = 500.0  # of the baseline: a median
     (line,) = spills(slow)
@@ -273,11 +271,11 @@ def test_a_spill_is_said_once_with_numbers() -> None:
     ],
     ids=["first steps", "interruptions", "larger pictures", "twofold", "slow throughout"],
 )
-def test_other_slow_steps_are_none(seconds: list[float]) -> None:
+def test_other_slow_steps_are_none(seconds):
     assert spills(seconds) == []
 
 
-def test_neither_with_room_nor_elsewhere() -> None:
+def test_neither_with_room_nor_elsewhere():
     for reserved, platform, total in ((ROOMY, "win32", CARD), (FULL, "linux", CARD), (FULL, "win32", 0)):
         assert spills(seconds_of(*[20.0] * 30), reserved, platform, total) == []
 
@@ -305,7 +303,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("error", [*LACKS, *OTHERS], ids=lambda error: f"{type(error).__name__}: {error}"[:40])
-def test_a_lack_of_memory_and_something_else(error: BaseException | None) -> None:
+def test_a_lack_of_memory_and_something_else(error):
     wrapped = ValueError("the step failed")
     wrapped.__cause__ = error
     assert is_oom(error) == is_oom(wrapped) == (error in LACKS)

@@ -1,7 +1,5 @@
 """Sizes of blocks: what each flow keeps at FLUX.1's width, what no gradient needs, which blocks recompute."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -72,7 +70,7 @@ def test_what_needs_no_gradient_keeps_nothing():
         assert replace(untrained, **one).trained_output
 
 
-def test_nvfp4_counts_the_weight_that_is_decoded_for_a_product() -> None:
+def test_nvfp4_counts_the_weight_that_is_decoded_for_a_product():
     """With few tokens that is the largest thing of a moment: q, k, v and the MLP's first linear, joined."""
     single, tokens = Block("single", 768, 6, 3072, (("attn.to_q", 4),)), Tokens(1, 8, 8)
     e4m3, four_bits = (block_bytes(single, tokens, FlowSettings(weight_format=name)) for name in ("e4m3", "nvfp4"))

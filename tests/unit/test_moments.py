@@ -1,7 +1,5 @@
 """`coat_core.moments`: exp_avg as a ratio in int8, exp_avg_sq on a logarithmic grid in uint8."""
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -36,7 +34,7 @@ def through_ratio(r: Tensor) -> Tensor:
 
 
 @given(values=st.lists(magnitudes, **rows))
-def test_log_keeps_what_is_zero_and_what_is_not(values: list[float]) -> None:
+def test_log_keeps_what_is_zero_and_what_is_not(values):
     v = torch.tensor([values])
     back = through_log(v)
     assert torch.equal(back != 0, v != 0)
@@ -45,7 +43,7 @@ def test_log_keeps_what_is_zero_and_what_is_not(values: list[float]) -> None:
 
 
 @given(values=st.lists(st.floats(min_value=TINY, max_value=LARGEST, width=32), **rows))
-def test_log_comes_back_within_half_a_code(values: list[float]) -> None:
+def test_log_comes_back_within_half_a_code(values):
     v = torch.tensor([values]).double()
     log_ratio = (through_log(v.float()).double() / v).log()
     half_code = (v.max() / v.min()).log() / (2 * (LOG_MAX - 1))
@@ -53,14 +51,14 @@ def test_log_comes_back_within_half_a_code(values: list[float]) -> None:
 
 
 @given(values=st.lists(signed, **rows))
-def test_ratio_comes_back_within_half_a_code(values: list[float]) -> None:
+def test_ratio_comes_back_within_half_a_code(values):
     r = torch.tensor([values])
     error = (through_ratio(r).double() - r.double()).abs().max()
     assert error <= r.abs().max().double() / 254 * (1 + SINGLE_MAGNITUDE_REL) + TINY
     assert (through_ratio(r)[r == 0] == 0).all()
 
 
-def test_ends_of_a_block_are_codes_and_repeated_round_trips_change_nothing() -> None:
+def test_ends_of_a_block_are_codes_and_repeated_round_trips_change_nothing():
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(200, 128, generator=generator).square() * torch.exp(2 * torch.randn(200, 128, generator=generator))
     codes, *_ = quantize_log(v)
@@ -75,7 +73,7 @@ def test_ends_of_a_block_are_codes_and_repeated_round_trips_change_nothing() -> 
 
 
 @pytest.mark.parametrize("value", [1e-45, 1e-38, 1.0, 3e38])
-def test_a_block_of_one_magnitude_is_exact(value: float) -> None:
+def test_a_block_of_one_magnitude_is_exact(value):
     v = torch.full((1, 16), value)
     v[0, 3:5] = 0.0
     assert torch.equal(through_log(v), v.clamp(min=TINY) * (v > 0))  # a denormal comes back as the smallest normal
@@ -83,7 +81,7 @@ def test_a_block_of_one_magnitude_is_exact(value: float) -> None:
     torch.testing.assert_close(through_ratio(r), r, rtol=SINGLE_MAGNITUDE_REL, atol=0.0)
 
 
-def test_after_a_first_gradient_the_update_is_exact_however_far_the_gradients_lie_apart() -> None:
+def test_after_a_first_gradient_the_update_is_exact_however_far_the_gradients_lie_apart():
     """Each is stored in 8 bits; the two together are the sign of the gradient, times one number."""
     grad = torch.logspace(-15, 10, 128)[None] * (1 - 2 * (torch.arange(128) % 2))
     m, v = 0.1 * grad, 0.001 * grad.square()
@@ -93,7 +91,7 @@ def test_after_a_first_gradient_the_update_is_exact_however_far_the_gradients_li
     assert ((v_back / v).log().abs().max() > 0.05).item()  # v alone is 8 bits coarse
 
 
-def test_zero_blocks_nan_and_infinities() -> None:
+def test_zero_blocks_nan_and_infinities():
     inf, nan = float("inf"), float("nan")
     v = torch.zeros(4, 16)
     v[1, :4] = torch.tensor([1.0, nan, inf, 4.0])
@@ -118,7 +116,7 @@ def test_zero_blocks_nan_and_infinities() -> None:
     assert scale.isfinite().all()
 
 
-def test_the_ratio_is_zero_where_the_update_has_no_direction() -> None:
+def test_the_ratio_is_zero_where_the_update_has_no_direction():
     m = torch.tensor([1.0, float("inf"), 2.0, float("nan"), 3.0, float("nan")])
     v = torch.tensor([0.0, float("inf"), 4.0, 4.0, float("nan"), float("nan")])
     ratio = update_ratio(m, v)

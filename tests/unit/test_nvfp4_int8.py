@@ -1,7 +1,5 @@
 """NVFP4 of frozen weights: rounding, packing, scales, how exact it is. INT8 per row after a rotation, and that."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -33,12 +31,12 @@ def decoded(packed: tuple[Tensor, Tensor, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["gauss", "student", "outlier columns"])
-def test_how_exact_it_is(kind: str) -> None:
+def test_how_exact_it_is(kind):
     weight = weights(kind, rows=32)
     assert sqnr_db(weight, decoded(nvfp4.quantize(weight))) >= NVFP4_FLOOR_DB[kind]
 
 
-def test_each_number_goes_to_the_nearest_and_halfway_ones_to_the_even_code() -> None:
+def test_each_number_goes_to_the_nearest_and_halfway_ones_to_the_even_code():
     sizes = torch.tensor(nvfp4.MAGNITUDES)
     one = torch.tensor(0x38, dtype=torch.uint8)  # 1.0
     values = torch.linspace(-7, 7, 1601)
@@ -52,7 +50,7 @@ def test_each_number_goes_to_the_nearest_and_halfway_ones_to_the_even_code() -> 
     assert_bitwise(nvfp4.encode(torch.cat([sizes, -sizes])), torch.arange(16, dtype=torch.uint8))
 
 
-def test_decoded_numbers_are_the_product_of_magnitude_and_scale_to_four_significant_bits() -> None:
+def test_decoded_numbers_are_the_product_of_magnitude_and_scale_to_four_significant_bits():
     scales = torch.arange(1, 127, dtype=torch.uint8)
     exact = scales.view(torch.float8_e4m3fn).double()[:, None] * torch.tensor(nvfp4.MAGNITUDES).double() / nvfp4.SHIFT
     found = nvfp4.decode(torch.arange(8, dtype=torch.uint8).expand(126, 8), scales).double()
@@ -64,7 +62,7 @@ def test_decoded_numbers_are_the_product_of_magnitude_and_scale_to_four_signific
     assert float(found.max()) == 320  # 6 · 448 / 8 = 336 to four bits, halfway
 
 
-def test_pairs_are_packed_with_the_first_in_the_low_half() -> None:
+def test_pairs_are_packed_with_the_first_in_the_low_half():
     codes = torch.randint(0, 16, (3, 64), dtype=torch.uint8)
     packed = nvfp4.pack(codes)
     assert packed.shape == (3, 32)
@@ -72,7 +70,7 @@ def test_pairs_are_packed_with_the_first_in_the_low_half() -> None:
     assert_bitwise(nvfp4.unpack(packed), codes)
 
 
-def test_special_weights() -> None:
+def test_special_weights():
     zeros = nvfp4.quantize(torch.zeros(16, 32))
     assert float(zeros[2]) > 0
     assert not decoded(zeros).any()
@@ -92,7 +90,7 @@ def test_special_weights() -> None:
     assert decoded(nvfp4.quantize(outlier))[0, 1:16].eq(0).all()
 
 
-def test_rows_searched_apart_in_bf16_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_searched_apart_in_bf16_give_the_same(monkeypatch):
     weight = torch.randn(48, 64).bfloat16()
     expected = nvfp4.quantize(weight.float())
     monkeypatch.setattr(nvfp4, "CHUNK", 5 * 64)
@@ -101,7 +99,7 @@ def test_rows_searched_apart_in_bf16_give_the_same(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("size", [1, 4, 16, 64, 256])
-def test_the_rotation_is_orthonormal_and_its_own_inverse(size: int) -> None:
+def test_the_rotation_is_orthonormal_and_its_own_inverse(size):
     matrix = rotate(torch.eye(size), size)
     assert_bitwise(matrix, matrix.t().contiguous())
     assert_bitwise(matrix @ matrix, torch.eye(size))
@@ -109,25 +107,25 @@ def test_the_rotation_is_orthonormal_and_its_own_inverse(size: int) -> None:
     assert set(matrix.sum(0).tolist()) <= {1.0, -1.0}  # a constant stays one: it is not gathered in one number
 
 
-def test_blocks_are_rotated_apart() -> None:
+def test_blocks_are_rotated_apart():
     x = torch.randn(3, 2, 128)
     expected = torch.cat([rotate(part, 64) for part in x.split(64, dim=-1)], dim=-1)
     assert_bitwise(rotate(x, 64), expected)
     assert_sqnr(x, rotate(expected, 64), FP32_ORDER_FLOOR_DB)
 
 
-def test_the_size_follows_from_the_width() -> None:
+def test_the_size_follows_from_the_width():
     sizes = {width: rotation_size(width) for width in (3072, 12288, 15360, 768, 256, 64, 320, 48, 16, 2, 3)}
     assert sizes == {3072: 256, 12288: 256, 15360: 256, 768: 256, 256: 256, 64: 64, 320: 64, 48: 16, 16: 16, 2: 1, 3: 1}
 
 
 @pytest.mark.parametrize("size", [0, 2, 8, 1024, 256])
-def test_other_sizes_are_refused(size: int) -> None:
+def test_other_sizes_are_refused(size):
     with pytest.raises(ValueError, match=f"size={size}: must be a power of 4 up to 256 that divides 64"):
         rotate(torch.ones(2, 64), size)
 
 
-def test_rows_of_zeros_tiny_numbers_and_none() -> None:
+def test_rows_of_zeros_tiny_numbers_and_none():
     x = torch.zeros(5, 16)
     x[1], x[2, 3], x[3, 5], x[4, 0] = 1e-44, float("nan"), float("inf"), -7.0
     codes, scale, granularity = quantize_int8(x, 4)

@@ -1,7 +1,5 @@
 """The HTML page: it carries everything itself, and what a user wrote stays text."""
 
-from __future__ import annotations
-
 import base64
 import math
 import random
@@ -65,7 +63,7 @@ def picture(tmp_path: Path) -> Path:
     return path
 
 
-def test_texts_are_escaped_and_nothing_is_fetched(picture: Path) -> None:
+def test_texts_are_escaped_and_nothing_is_fetched(picture):
     parsed = _Parsed(full_page(HOSTILE, picture))
     assert {tag for tag, _ in parsed.tags}.isdisjoint({"script", "link", "iframe", "a"})
     assert all(source.startswith("data:image/") for source in parsed.sources())
@@ -76,7 +74,7 @@ def test_texts_are_escaped_and_nothing_is_fetched(picture: Path) -> None:
     assert "url(" not in full_page("x", picture).html()
 
 
-def test_charts_are_inline_and_name_what_they_show() -> None:
+def test_charts_are_inline_and_name_what_they_show():
     page = Page("t")
     lr = [(0, 0.0), (500, 1e-5), (1000, 2.5e-5)]
     page.curves("lr", {"lr": lr}, y="lr")
@@ -91,7 +89,7 @@ def test_charts_are_inline_and_name_what_they_show() -> None:
 
 
 @pytest.mark.parametrize("log_y", [False, True])
-def test_lines_go_up_where_values_do_and_have_gaps(log_y: bool) -> None:
+def test_lines_go_up_where_values_do_and_have_gaps(log_y):
     page = Page("t")
     points = [(0, 1.0), (1, math.nan), (2, 10.0), (3, 0.0 if log_y else math.inf), (4, 100.0)]
     page.curves("c", {"a": points, "empty": []}, y="y", log_y=log_y, band={"a": [(2, 5.0, 20.0), (4, 50.0, 99.0)]})
@@ -106,7 +104,7 @@ def test_lines_go_up_where_values_do_and_have_gaps(log_y: bool) -> None:
 
 @pytest.mark.parametrize("values", [[0.0], [5.0, 5.0], [-1e-9, 1e-9], [1e30, 2e30], [-7.0, 1e6]])
 @pytest.mark.parametrize("log_y", [False, True])
-def test_axes_hold_any_values(values: list[float], log_y: bool) -> None:
+def test_axes_hold_any_values(values, log_y):
     page = Page("t")
     page.curves("c", {"a": list(enumerate(values))}, y="y", log_y=log_y)
     text = page.parts[-1]
@@ -116,7 +114,7 @@ def test_axes_hold_any_values(values: list[float], log_y: bool) -> None:
     assert text.count("tick-y") >= (2 if shown else 0)
 
 
-def test_pictures_small_as_they_are_large_made_small(tmp_path: Path, picture: Path) -> None:
+def test_pictures_small_as_they_are_large_made_small(tmp_path, picture):
     noise = random.Random(0)
     large = tmp_path / "large.png"
     Image.frombytes("RGB", (900, 600), noise.randbytes(900 * 600 * 3)).save(large)
@@ -134,7 +132,7 @@ def test_pictures_small_as_they_are_large_made_small(tmp_path: Path, picture: Pa
     assert "c: cannot be read" in page.html()
 
 
-def test_an_empty_chart_says_so_and_thinning_keeps_peaks() -> None:
+def test_an_empty_chart_says_so_and_thinning_keeps_peaks():
     for values in ([], [(0, math.nan)]):
         page = Page("t")
         page.curves("loss", {"a": values}, y="loss")
@@ -150,7 +148,7 @@ def test_an_empty_chart_says_so_and_thinning_keeps_peaks() -> None:
     assert len(thinned(points[:100])) == 100
 
 
-def test_sections_fold_and_close_after_an_error() -> None:
+def test_sections_fold_and_close_after_an_error():
     page = Page("t")
     with suppress(OSError), page.details("Memory"):
         page.paragraph("inside")
@@ -159,7 +157,7 @@ def test_sections_fold_and_close_after_an_error() -> None:
     assert "<details><summary>Memory</summary>\n<p>inside</p>\n</details>\n<p>after</p>" in page.html()
 
 
-def test_shaded_cells_are_red_when_low_and_green_when_high() -> None:
+def test_shaded_cells_are_red_when_low_and_green_when_high():
     page = Page("t")
     page.table(["layer", "c"], [["a", 10.0], ["b", 25.0], ["c", 99.0], ["d", None], ["e", 7]], (10.0, 30.0))
     page.table(["layer", "c"], [["a", 10.0]])

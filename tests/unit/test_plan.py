@@ -1,7 +1,5 @@
 """`coat_flux.plan`: models without a download, phases, cards and the cheapest change, time."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -328,12 +326,12 @@ CARDS_GB = {"coat_16gb": 16, "coat_12gb": 12, "coat_8gb": 8, "coat_80gb": 80, "b
 
 
 @pytest.mark.parametrize(("name", "card_gb"), CARDS_GB.items())
-def test_config_fits_its_card(name: str, card_gb: int) -> None:
+def test_config_fits_its_card(name, card_gb):
     job = JobConfig.load(ROOT / "configs" / f"flux_clothing_{name}.yaml")
     assert planned(job, device_bytes=card_gb * GB).peak <= USABLE_FRACTION * card_gb * GB
 
 
-def test_full_fine_tuning_of_flux_dev_fits_80_gb_and_48_gb_with_the_moments_in_host_memory() -> None:
+def test_full_fine_tuning_of_flux_dev_fits_80_gb_and_48_gb_with_the_moments_in_host_memory():
     """Every weight, 1024 x 1024 pixels, batch 1; of gradients there is the largest, whatever else a step holds."""
     jobs = [JobConfig.load(ROOT / "configs" / f"flux_full_{gb}gb.yaml") for gb in (80, 48)]
     without, offloaded = (planned(job, device_bytes=gb * 1e9) for job, gb in zip(jobs, (80, 48), strict=True))
@@ -351,7 +349,7 @@ def test_full_fine_tuning_of_flux_dev_fits_80_gb_and_48_gb_with_the_moments_in_h
 
 
 @pytest.mark.parametrize("weights", ["e4m3", "int8", "auto"])
-def test_24_gb_hold_flux_dev_without_recomputation(weights: str) -> None:
+def test_24_gb_hold_flux_dev_without_recomputation(weights):
     """One of the photos is 1024 x 1024; 23.65 GiB are what PyTorch reports of an RTX 4090, 92 % of them are used."""
     job = JobConfig.load(ROOT / "configs" / "flux_clothing_coat.yaml")
     coat = job.coat.with_weights_in(weights)

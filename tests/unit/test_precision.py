@@ -1,12 +1,9 @@
 """Precision of casts: measured against sums by hand, by kind and layer, the guard's verdict, and advice on the page."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import math
 import pkgutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -72,7 +69,7 @@ def by_kind(probe: CastProbe) -> dict[str, list[CastPrecision]]:
 # -- one cast --------------------------------------------------------------------------------------------------------
 
 
-def test_an_outlier_does_not_hide_what_it_drives_to_zero() -> None:
+def test_an_outlier_does_not_hide_what_it_drives_to_zero():
     x = gaussian(64, 512)
     for fmt in ("e4m3", "e5m2"):
         whole = sqnr_db(x, quantize(x, fmt, GROUP_16).dequantize())
@@ -88,7 +85,7 @@ def test_an_outlier_does_not_hide_what_it_drives_to_zero() -> None:
     assert measured(x, "e4m3", PER_GROUP).sqnr_db > 30  # a group of its own: the others are as good as ever
 
 
-def test_noise_is_that_of_its_definition() -> None:
+def test_noise_is_that_of_its_definition():
     x = gaussian(3, 300) * torch.tensor([[1.0], [1e-3], [0.0]])
     x_hat = quantize(x, "e5m2").dequantize()
     noise = [
@@ -100,7 +97,7 @@ def test_noise_is_that_of_its_definition() -> None:
     assert found == pytest.approx(sum(noise) / 6, rel=tolerances.FP32_SUM_RTOL)
 
 
-def test_special_values() -> None:
+def test_special_values():
     assert math.isnan(measured(torch.zeros(4, 128)).sqnr_db)
     assert measured(torch.full((4, 128), 448.0)).sqnr_db == math.inf
     x = gaussian(4, 256)
@@ -111,7 +108,7 @@ def test_special_values() -> None:
 
 
 @pytest.mark.parametrize("granularity", [PER_TENSOR, PER_ROW, PER_GROUP], ids=lambda g: g.name)
-def test_what_is_saturated_and_what_is_lost(granularity: Granularity) -> None:
+def test_what_is_saturated_and_what_is_lost(granularity):
     for fmt in ("e4m3", "e5m2"):
         assert losses_of(gaussian(64, 256), fmt, granularity)[0] == 0.0
         assert losses_of(torch.full((8, 256), -3.3), fmt, granularity) == (0.0, 0.0)  # every code is at the end
@@ -124,7 +121,7 @@ def test_what_is_saturated_and_what_is_lost(granularity: Granularity) -> None:
     assert losses_of(infinite, "e4m3", granularity) == (0.125, 0.0)
 
 
-def test_one_outlier_casts_the_rest_to_zero() -> None:
+def test_one_outlier_casts_the_rest_to_zero():
     x = torch.ones(4, 256)
     x[0, 0] = 1e6
     x[3] = 0.0  # zeros are not lost
@@ -134,7 +131,7 @@ def test_one_outlier_casts_the_rest_to_zero() -> None:
     assert losses_of(x, "e5m2", PER_TENSOR) == (0.0, 0.0)
 
 
-def test_large_tensors_are_sampled_evenly() -> None:
+def test_large_tensors_are_sampled_evenly():
     x = torch.ones(2, 2 * SAMPLE // 512, 512, dtype=torch.bfloat16)  # 4 times what is looked at
     x[:, ::2] = math.inf
     for granularity in (PER_TENSOR, PER_ROW, PER_GROUP):
@@ -144,7 +141,7 @@ def test_large_tensors_are_sampled_evenly() -> None:
 # -- by kind and layer -----------------------------------------------------------------------------------------------
 
 
-def test_rows_name_every_layer_that_reads_a_cast() -> None:
+def test_rows_name_every_layer_that_reads_a_cast():
     config = FP8LinearConfig(input_granularity="per_tensor")
     model = nn.ModuleDict({name: FP8Linear(32, 32, config=config) for name in ("to_q", "to_k", "out")})
     x = gaussian(8, 32).requires_grad_()
@@ -159,7 +156,7 @@ def test_rows_name_every_layer_that_reads_a_cast() -> None:
     assert rows["to_q", "input"].elements == 8 * 32
 
 
-def test_every_linear_of_a_block_has_a_row_of_its_input_and_gradient() -> None:
+def test_every_linear_of_a_block_has_a_row_of_its_input_and_gradient():
     """With two images a block's output projections multiply copies of rows of the attention's joint codes."""
     batch = 2
     model, _, _ = coat_flux_model({"memory": {"checkpointing": "none"}, "speed": {"measure": "never"}})
@@ -178,7 +175,7 @@ def test_every_linear_of_a_block_has_a_row_of_its_input_and_gradient() -> None:
     assert joint == {batch * tokens * model.inner_dim}
 
 
-def test_a_weight_is_not_taken_for_what_was_in_its_memory_before() -> None:
+def test_a_weight_is_not_taken_for_what_was_in_its_memory_before():
     model = nn.ModuleDict({name: FP8Linear(32, 32) for name in ("to_q", "out")})
     with CastProbe(model, {}) as probe:
         y = model["to_q"](gaussian(8, 32))
@@ -190,7 +187,7 @@ def test_a_weight_is_not_taken_for_what_was_in_its_memory_before() -> None:
 
 
 @pytest.mark.parametrize(("wgrad", "cache"), [("bf16", False), ("e4m3", True)])
-def test_rows_of_trained_weights(wgrad: str, cache: bool) -> None:
+def test_rows_of_trained_weights(wgrad, cache):
     config = FP8LinearConfig(wgrad_format=wgrad, cache_weight=cache)
     model = nn.ModuleDict({name: nn.Linear(32, 32) for name in ("to_q", "out")})
     replace_linear_with_fp8(model, config, trainable=True)
@@ -205,7 +202,7 @@ def test_rows_of_trained_weights(wgrad: str, cache: bool) -> None:
         assert not rows
 
 
-def test_fused_operators_are_seen_and_those_that_quantize_nothing_are_not() -> None:
+def test_fused_operators_are_seen_and_those_that_quantize_nothing_are_not():
     mlp = torch.full((1, 2, 64), -30.0)  # GELU gives -0
     mlp[0, 0, 0] = math.inf
     args, rest = (None, mlp, None, None), ("none", 16, torch.float32)
@@ -225,7 +222,7 @@ def test_fused_operators_are_seen_and_those_that_quantize_nothing_are_not() -> N
     assert kinds[SAVED][0].saturation == 0.25  # x itself; of n that row is nan
 
 
-def test_every_operator_that_makes_codes_declares_what_it_casts() -> None:
+def test_every_operator_that_makes_codes_declares_what_it_casts():
     for found in pkgutil.iter_modules(ops.__path__):
         if found.name.endswith("_kernel"):
             importlib.import_module(f"coat_core.ops.{found.name.removesuffix('_kernel')}")
@@ -238,7 +235,7 @@ def test_every_operator_that_makes_codes_declares_what_it_casts() -> None:
 
 
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_row"])
-def test_weights_are_measured_when_they_are_stored(granularity: str) -> None:
+def test_weights_are_measured_when_they_are_stored(granularity):
     config = FP8LinearConfig(weight_granularity=granularity)
     linear = nn.Linear(256, 64)
     weight = linear.weight.detach().clone()
@@ -257,7 +254,7 @@ def test_weights_are_measured_when_they_are_stored(granularity: str) -> None:
 
 
 @pytest.mark.parametrize(("m1", "m2", "maximize"), [("e4m3", "e4m3", False), ("int8_ratio", "uint8_log", True)])
-def test_moments_are_compared_with_the_update_in_fp32(m1: str, m2: str, maximize: bool) -> None:
+def test_moments_are_compared_with_the_update_in_fp32(m1, m2, maximize):
     names = {"transformer.a.lora_A.weight": (3, 128), "transformer.a.lora_B.weight": (100,)}
     params = {name: nn.Parameter(gaussian(*shape)) for name, shape in names.items()}
     exact = [nn.Parameter(param.detach().clone()) for param in params.values()]
@@ -285,7 +282,7 @@ def test_moments_are_compared_with_the_update_in_fp32(m1: str, m2: str, maximize
 
 
 @pytest.mark.parametrize("expansion", [True, False])
-def test_moments_that_become_zero_are_lost(expansion: bool) -> None:
+def test_moments_that_become_zero_are_lost(expansion):
     params = {"a.lora_A.weight": nn.Parameter(torch.ones(100)), "b.lora_B.weight": nn.Parameter(torch.ones(2, 128))}
     config = FP8QuantizationConfig(use_dynamic_range_expansion=expansion)
     optimizer = FP8AdamW(params.values(), lr=1e-3, fp8_config=config)
@@ -308,13 +305,13 @@ def test_moments_that_become_zero_are_lost(expansion: bool) -> None:
 # -- rows, the file, the guard's verdict -----------------------------------------------------------------------------
 
 
-def test_a_row_has_the_mean_noise_by_elements_and_the_worst_shares() -> None:
+def test_a_row_has_the_mean_noise_by_elements_and_the_worst_shares():
     casts = [([0.0, 0.2, 0.01], 100), ([0.1, 0.0, 0.0], 300), ([0.0, 0.0, math.nan], 50)]
     row = row_of(7, "a", "input", casts)
     assert row == (7, "a", "input", pytest.approx(-10 * math.log10(0.0025)), 0.2, 0.1, 450)
 
 
-def test_rows_come_back_from_the_file(tmp_path: Path) -> None:
+def test_rows_come_back_from_the_file(tmp_path):
     rows = [CastPrecision(0, "a.b", "weight", 31.25, 0.0, 0.0, 4096)]
     rows += [CastPrecision(2, "", "saved", math.inf, 1e-6, 1.0, 1)]
     rows += [CastPrecision(2, "a.b", "gradient", math.nan, 0.0, 0.0, 3)]
@@ -332,7 +329,7 @@ def lost(kind: str, layer: str, saturation: float, underflow: float) -> CastPrec
     return CastPrecision(1, layer, kind, 30.0, underflow, saturation, 1)
 
 
-def test_the_line_has_mean_and_worst_of_each_kind() -> None:
+def test_the_line_has_mean_and_worst_of_each_kind():
     line = health_line([lost(GRADIENT, "b.1", 0.0, 0.0), lost(INPUT, "b.0", 0.0, 1e-5), lost(INPUT, "b.1", 0.5, 0.25)])
     assert "linear inputs 12.50% (25.00% in b.1), 50.00% saturated in b.1, gradients 0.00%" in line
 
@@ -347,7 +344,7 @@ def test_the_line_has_mean_and_worst_of_each_kind() -> None:
         (lost(EXP_AVG_SQ, "x", 0.0, 1.0), ["exp_avg_sq of x", "use_dynamic_range_expansion: true"]),
     ],
 )
-def test_the_verdict_names_the_worst_kind_and_the_remedy(loss: CastPrecision, words: list[str]) -> None:
+def test_the_verdict_names_the_worst_kind_and_the_remedy(loss, words):
     healthy = [lost(kind, "good", 0.01, 0.5) for kind in (INPUT, GRADIENT, SAVED, EXP_AVG)]
     options = GuardOptions(max_saturation=0.05, max_underflow=0.9)
     assert health_verdict(healthy, options) is None
@@ -360,7 +357,7 @@ def test_the_verdict_names_the_worst_kind_and_the_remedy(loss: CastPrecision, wo
     assert health_verdict([*healthy, loss], lax) is None
 
 
-def test_a_minimum_that_is_met_leaves_every_layer_and_is_remembered() -> None:
+def test_a_minimum_that_is_met_leaves_every_layer_and_is_remembered():
     watch, log = step_watch("activation: {min_sqnr_db: 20.0}")
     assert watch.pending
     watch.choose_layers(
@@ -393,7 +390,7 @@ def run_rows(low: dict[int, float]) -> list[CastPrecision]:
     return rows
 
 
-def test_the_planted_layer_is_the_worst() -> None:
+def test_the_planted_layer_is_the_worst():
     found = summaries(run_rows({2: 11.0}))
     below, first = below_median(found)[0]
     assert (first.layer, first.kind) == (LAYER.format(2), "input")
@@ -402,7 +399,7 @@ def test_the_planted_layer_is_the_worst() -> None:
     assert len(below_median(found)) == 16
 
 
-def test_lost_inputs_and_gradients_stand_out_and_those_of_a_coarser_format_do_not() -> None:
+def test_lost_inputs_and_gradients_stand_out_and_those_of_a_coarser_format_do_not():
     for extra, expected in (
         ([], []),
         ([CastPrecision(2, "x.0.proj", "gradient", 18.0, 0.0, 0.0, 10)], ["x.0.proj"]),

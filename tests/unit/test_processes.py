@@ -1,7 +1,5 @@
 """Several processes of one run, as far as one process can tell: what is the same run, and how they may be started."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ FSDP2 = {**FSDP, "FSDP_VERSION": "2"}
         ({"ACCELERATE_USE_DEEPSPEED": "false", "FSDP_OFFLOAD_PARAMS": "true"}, None),
     ],
 )
-def test_launches_that_cannot_train_are_refused(environment: dict[str, str], words: tuple[str, ...] | None) -> None:
+def test_launches_that_cannot_train_are_refused(environment, words):
     if words is None:
         require_launch(environment)
         return
@@ -41,7 +39,7 @@ def test_launches_that_cannot_train_are_refused(environment: dict[str, str], wor
     assert all(word in str(refused.value) for word in words)
 
 
-def test_a_refused_launch_is_an_error_as_is_one_of_several_that_started_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_launch_is_an_error_as_is_one_of_several_that_started_one(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(LaunchError, match="DeepSpeed"):
         Workers("cpu")
@@ -70,12 +68,12 @@ def job_of(folder: Path, *, full: bool = False, **blocks: Any) -> JobConfig:
         ({"full": True, "coat": {}, "train": {"fused_backward": True}}, r"train\.fused_backward: true"),
     ],
 )
-def test_what_cannot_be_shared_out_is_refused(tmp_path: Path, job: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_shared_out_is_refused(tmp_path, job, message):
     with pytest.raises(LaunchError, match=message):
         joint_job(job_of(tmp_path, **job), shares=True)
 
 
-def test_a_job_of_several_processes(tmp_path: Path) -> None:
+def test_a_job_of_several_processes(tmp_path):
     lora, full = job_of(tmp_path, coat={}), job_of(tmp_path, full=True, coat={})
     assert joint_job(lora, shares=False) is lora
     shared = joint_job(lora, shares=True).coat
@@ -86,7 +84,7 @@ def test_a_job_of_several_processes(tmp_path: Path) -> None:
         joint_job(job_of(tmp_path, full=True, coat={}, train={"fused_backward": True}), shares=False)
 
 
-def test_gradients_are_summed_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_summed_in_buckets(monkeypatch):
     sizes: list[int] = []
 
     def double(flat: torch.Tensor) -> None:
@@ -109,7 +107,7 @@ def test_gradients_are_summed_in_buckets(monkeypatch: pytest.MonkeyPatch) -> Non
     assert params[3].grad.tolist() == [2.0 * 20] * 20
 
 
-def test_the_launchers_signal_does_not_end_a_process_that_has_yet_to_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launchers_signal_does_not_end_a_process_that_has_yet_to_say_why(monkeypatch):
     monkeypatch.setattr(processes.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(processes.dist, "get_world_size", lambda: 2)
     before = signal.getsignal(signal.SIGTERM)
@@ -135,7 +133,7 @@ class Picture:
         return f"{self.output_filename_no_ext}: {image}"
 
 
-def test_processes_inside_ai_toolkit_do_not_move_each_others_pictures() -> None:
+def test_processes_inside_ai_toolkit_do_not_move_each_others_pictures():
     team = object.__new__(Team)
     team.size, team.rank = 2, 1
     own: list[Any] = team.share_of([Picture(f"7_[count]_{i}") for i in range(4)])

@@ -3,15 +3,13 @@
 Properties are in tests/property.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 
 import coat_core
-from coat_core.formats import E4M3, E5M2, FORMATS, Format, format_of, get_format
+from coat_core.formats import E4M3, E5M2, FORMATS, format_of, get_format
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, per_group
 from coat_core.quantize import quantize, scale_from_amax, sqnr_db
 from coat_flux.blocks.cast_loss import measure_cast
@@ -25,7 +23,7 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS.keys())
-def test_limits_are_those_of_the_torch_dtype(fmt: Format) -> None:
+def test_limits_are_those_of_the_torch_dtype(fmt):
     info = torch.finfo(fmt.dtype)
     assert fmt.max == info.max == -info.min
     assert fmt.smallest_normal == info.smallest_normal
@@ -35,7 +33,7 @@ def test_limits_are_those_of_the_torch_dtype(fmt: Format) -> None:
     assert codes[codes.isfinite()].max().item() == fmt.max
 
 
-def test_formats_are_found_by_name_and_by_dtype() -> None:
+def test_formats_are_found_by_name_and_by_dtype():
     for name, fmt in FORMATS.items():
         assert get_format(name) is fmt
         assert format_of(fmt.dtype) is fmt
@@ -45,7 +43,7 @@ def test_formats_are_found_by_name_and_by_dtype() -> None:
         format_of(torch.bfloat16)
 
 
-def test_refuses_unknown_names_and_sizes() -> None:
+def test_refuses_unknown_names_and_sizes():
     with pytest.raises(ValueError, match="granularity='per_channel': must be one of per_tensor, per_row, per_group"):
         Granularity("per_channel")
     for size in (0, -16, 24, 100, 512):
@@ -55,7 +53,7 @@ def test_refuses_unknown_names_and_sizes() -> None:
 
 @formats
 @granularities
-def test_gaussian_floor(fmt: str, granularity: Granularity, device: torch.device) -> None:
+def test_gaussian_floor(fmt, granularity, device):
     x = torch.randn(256, 384, device=device)
     quantized = quantize(x, fmt, granularity)
     assert_sqnr(x, quantized.dequantize(), GAUSSIAN_FLOOR_DB[fmt])
@@ -65,7 +63,7 @@ def test_gaussian_floor(fmt: str, granularity: Granularity, device: torch.device
 @granularities
 @formats
 @dtypes
-def test_nonfinite_elements_touch_nothing_else(granularity: Granularity, fmt: str, dtype: torch.dtype) -> None:
+def test_nonfinite_elements_touch_nothing_else(granularity, fmt, dtype):
     clean = torch.randn(4, 256).to(dtype)
     clean[1, 5], clean[2, 6], clean[3, 7] = 0.0, 0.0, 0.0
     dirty = clean.clone()
@@ -81,7 +79,7 @@ def test_nonfinite_elements_touch_nothing_else(granularity: Granularity, fmt: st
     assert_bitwise(actual.codes.view(torch.uint8)[same], expected.codes.view(torch.uint8)[same])
 
 
-def test_scale_from_amax_survives_the_smallest_amax() -> None:
+def test_scale_from_amax_survives_the_smallest_amax():
     smallest = torch.tensor([0.0, 2.0**-149, 1e-40])
     scale = scale_from_amax(smallest, E4M3.max)
     assert (scale > 0).all()
@@ -90,7 +88,7 @@ def test_scale_from_amax_survives_the_smallest_amax() -> None:
 
 @pytest.mark.parametrize("magnitude", [2.0**-149, 1e-42, 1e-38, 3.4e38])
 @formats
-def test_ends_of_fp32_stay_finite(magnitude: float, fmt: str) -> None:
+def test_ends_of_fp32_stay_finite(magnitude, fmt):
     x = torch.full((2, 32), magnitude)
     x[1, ::2] *= -0.5
     for granularity in GRANULARITIES:
@@ -101,18 +99,18 @@ def test_ends_of_fp32_stay_finite(magnitude: float, fmt: str) -> None:
 
 
 @pytest.mark.parametrize("x", [torch.tensor(1.0), torch.ones(0, 4), torch.ones(3, 0), torch.ones(4, dtype=torch.int64)])
-def test_refuses_what_cannot_be_scaled(x: torch.Tensor) -> None:
+def test_refuses_what_cannot_be_scaled(x):
     with pytest.raises(ValueError, match="must be floating, non-empty, with a last dimension"):
         coat_core.quantize(x)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_dequantize_rounds_once(dtype: torch.dtype) -> None:
+def test_dequantize_rounds_once(dtype):
     quantized = quantize(torch.randn(64, 100), "e4m3", per_group(32))
     assert_bitwise(quantized.dequantize(dtype), quantized.dequantize().to(dtype))
 
 
-def test_sqnr_by_hand() -> None:
+def test_sqnr_by_hand():
     x = torch.tensor([3.0, 4.0])
     assert sqnr_db(x, x * 0.9) == pytest.approx(20.0, abs=1e-5)
     assert sqnr_db(x, torch.zeros(2)) == pytest.approx(0.0, abs=1e-12)
@@ -124,7 +122,7 @@ def test_sqnr_by_hand() -> None:
         sqnr_db(torch.ones(1, 3), torch.ones(3))
 
 
-def test_saturated_elements_are_counted_and_lost_ones_among_those_that_were_not_zero() -> None:
+def test_saturated_elements_are_counted_and_lost_ones_among_those_that_were_not_zero():
     x = torch.tensor([0.0, 0.0, 1.0, 1e-6, -1e-6])
     one, zeros = torch.ones(()), torch.zeros(4)
     assert measure_cast(x, x.to(E4M3.dtype), one, PER_TENSOR)[:2].tolist() == [0.0, pytest.approx(2 / 3)]

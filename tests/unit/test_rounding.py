@@ -1,7 +1,5 @@
 """Rounding at random between neighbouring codes: what is drawn, how often each code comes, and what the mean is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -38,7 +36,7 @@ def scalar_uniform(seed: int, number: int, step: int, element: int) -> float:
 
 
 @pytest.mark.parametrize("seed", [0, 42, 2**31 + 7, 2**63 - 1])
-def test_draws_are_those_of_whole_numbers(seed: int, device: torch.device) -> None:
+def test_draws_are_those_of_whole_numbers(seed, device):
     """So they are the same bits wherever they are computed."""
     places = [(number, step, first) for number in (0, 1, 977) for step in (1, 2000) for first in (0, 128, 3 * 2**20)]
     every = streams(seed, 978).tolist()
@@ -49,7 +47,7 @@ def test_draws_are_those_of_whole_numbers(seed: int, device: torch.device) -> No
     assert found.tolist() == expected
 
 
-def test_draws_are_even() -> None:
+def test_draws_are_even():
     found = draws_of(3, range(1, STEPS + 1), blocks=8).flatten()
     counts = torch.histc(found, bins=64, min=0.0, max=1.0)
     expected = found.numel() / 64
@@ -63,7 +61,7 @@ def assert_uncorrelated(a: Tensor, b: Tensor) -> None:
     assert abs(correlation) < STOCHASTIC_SIGMAS / a.numel() ** 0.5
 
 
-def test_steps_elements_parameters_and_seeds_are_uncorrelated() -> None:
+def test_steps_elements_parameters_and_seeds_are_uncorrelated():
     steps = range(1, STEPS + 1)
     first = draws_of(0, steps, blocks=8)
     for lag in (1, 128):
@@ -86,7 +84,7 @@ def round_trip(fmt: str, blocks: Tensor, drawn: Tensor | None) -> tuple[Tensor, 
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_a_code_comes_as_often_as_the_value_is_near_it(fmt: str) -> None:
+def test_a_code_comes_as_often_as_the_value_is_near_it(fmt):
     """One value between the two ends of its block: only its two neighbours come, the upper in proportion."""
     drawn = draws_of(1, range(1, STEPS + 1))
     for x in (0.7231, 0.0123, 3.1e-4, 1.7e-6):
@@ -104,7 +102,7 @@ def test_a_code_comes_as_often_as_the_value_is_near_it(fmt: str) -> None:
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_what_was_stored_stays_and_what_is_special_is_as_to_nearest(fmt: str) -> None:
+def test_what_was_stored_stays_and_what_is_special_is_as_to_nearest(fmt):
     generator = torch.Generator().manual_seed(2)
     blocks = torch.rand(40, BLOCK, generator=generator) * 10.0 ** -torch.randint(0, 5, (40, 1), generator=generator)
     blocks[3], blocks[4], blocks[5] = 0.0, 1.0, 1e-30

@@ -1,7 +1,5 @@
 """Where the lines of a run go: console, `coat/log.txt`, and what is dropped."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re
@@ -19,7 +17,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_details_are_in_the_file_and_on_the_console_only_if_asked(run: Path) -> None:
+def test_details_are_in_the_file_and_on_the_console_only_if_asked(run):
     for verbose in (False, True):
         shown: list[str] = []
         lines = Lines(shown.append, verbose=verbose)
@@ -36,7 +34,7 @@ def test_details_are_in_the_file_and_on_the_console_only_if_asked(run: Path) -> 
     assert all(re.fullmatch(pattern, line) for pattern, line in zip(expected, text, strict=True))
 
 
-def test_a_link_is_replaced_and_what_it_names_is_left_alone(run: Path) -> None:
+def test_a_link_is_replaced_and_what_it_names_is_left_alone(run):
     elsewhere = run / "diary.txt"
     elsewhere.write_text("mine", encoding="utf-8")
     (run / LOG_FILE).symlink_to(elsewhere)
@@ -48,7 +46,7 @@ def test_a_link_is_replaced_and_what_it_names_is_left_alone(run: Path) -> None:
     assert "a step" in (run / LOG_FILE).read_text(encoding="utf-8")
 
 
-def test_warnings_of_our_packages_are_shown_and_the_rest_is_a_detail(run: Path) -> None:
+def test_warnings_of_our_packages_are_shown_and_the_rest_is_a_detail(run):
     shown: list[str] = []
     levels = [logging.getLogger(name).level for name in PACKAGES]
     lines = Lines(shown.append)
@@ -64,7 +62,7 @@ def test_warnings_of_our_packages_are_shown_and_the_rest_is_a_detail(run: Path) 
     assert [logging.getLogger(name).level for name in PACKAGES] == levels
 
 
-def test_a_full_disk_costs_the_log_and_not_the_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_costs_the_log_and_not_the_run(run, monkeypatch):
     shown: list[str] = []
     (run / LOG_FILE).symlink_to("/dev/full")
     monkeypatch.setattr(Path, "is_symlink", lambda path: False)
@@ -77,7 +75,7 @@ def test_a_full_disk_costs_the_log_and_not_the_run(run: Path, monkeypatch: pytes
     assert "the run goes on" in shown[1]
 
 
-def test_bars_are_drawn_rarely_into_a_file_and_do_not_move_its_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bars_are_drawn_rarely_into_a_file_and_do_not_move_its_cursor(monkeypatch):
     file = io.StringIO()
     with tqdm(total=2, file=file, **bar_options()) as outer, tqdm(total=2, file=file, **bar_options()) as inner:
         outer.update()

@@ -1,7 +1,5 @@
 """The run report of folders made by hand: both hosts' files, what is missing, what is damaged, and its size."""
 
-from __future__ import annotations
-
 import html
 import json
 import math
@@ -68,7 +66,7 @@ def add_samples(folder: Path, steps: range, prompts: int = 2, side: int = 32) ->
             Image.frombytes("RGB", (side, side), pixels).save(path)
 
 
-def test_summary_curves_and_what_is_missing(tmp_path: Path) -> None:
+def test_summary_curves_and_what_is_missing(tmp_path):
     page = write_report(make_run(tmp_path / "run"))
     assert page == tmp_path / "run" / "coat" / "report.html"
     text = text_of(page)
@@ -111,7 +109,7 @@ def test_the_run_in_one_sentence(tmp_path, losses, validation, saved, tone, verd
     assert page.index('<p class="verdict') < page.index("<table") < page.index("<h2>Loss</h2>") < page.index("<details")
 
 
-def test_the_best_save_by_colour_and_texture_is_marked(tmp_path: Path) -> None:
+def test_the_best_save_by_colour_and_texture_is_marked(tmp_path):
     run = make_run(tmp_path / "run")
     (run / "config.yaml").write_text(CONFIG + "    validation: {hold_out: 4, fidelity: true}\n")
     (run / "coat" / "validation.csv").write_text("step,loss\n0,0.5\n100,0.4\n200,0.4\n")
@@ -122,7 +120,7 @@ def test_the_best_save_by_colour_and_texture_is_marked(tmp_path: Path) -> None:
         assert shown in text, shown
 
 
-def test_what_the_files_of_a_run_hold_is_shown(tmp_path: Path) -> None:
+def test_what_the_files_of_a_run_hold_is_shown(tmp_path):
     run = make_run(tmp_path / "run")
     metadata = {"coat.asked.gemms": "FP8", "coat.got.gemms": "bf16", "coat.why.gemms": "this card"}
     metadata["training_info"] = json.dumps({"step": 500, "epoch": 1})
@@ -155,7 +153,7 @@ def test_what_the_files_of_a_run_hold_is_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_drawing")
-def test_a_whole_model_and_how_to_load_it(tmp_path: Path) -> None:
+def test_a_whole_model_and_how_to_load_it(tmp_path):
     run = make_run(tmp_path / "run")
     for name, step in (("shirt <b>_000000500", 500), ("shirt <b>", 1000)):
         file = run / name / "transformer" / "model.safetensors"
@@ -169,7 +167,7 @@ def test_a_whole_model_and_how_to_load_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_drawing")
-def test_samples_are_a_grid_of_prompts_and_steps(tmp_path: Path) -> None:
+def test_samples_are_a_grid_of_prompts_and_steps(tmp_path):
     run = make_run(tmp_path / "run")
     add_samples(run, range(0, 1001, 50))
     text = text_of(write_report(run))
@@ -194,7 +192,7 @@ def test_samples_are_a_grid_of_prompts_and_steps(tmp_path: Path) -> None:
         ("samples/1__000000001_0.jpg", "no picture", "cannot be read"),
     ],
 )
-def test_a_damaged_file_costs_no_more_than_its_section(tmp_path: Path, file: str, content: str, shown: str) -> None:
+def test_a_damaged_file_costs_no_more_than_its_section(tmp_path, file, content, shown):
     run = make_run(tmp_path / "run")
     path = run / file
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -205,7 +203,7 @@ def test_a_damaged_file_costs_no_more_than_its_section(tmp_path: Path, file: str
 
 
 @pytest.mark.usefixtures("no_drawing")
-def test_log_of_an_ai_toolkit_run_without_coat(tmp_path: Path) -> None:
+def test_log_of_an_ai_toolkit_run_without_coat(tmp_path):
     run = tmp_path / "theirs"
     run.mkdir()
     (run / "config.yaml").write_text(CONFIG)
@@ -226,7 +224,7 @@ def test_log_of_an_ai_toolkit_run_without_coat(tmp_path: Path) -> None:
     assert "loss_log.db: file is not a database" in text_of(write_report(run))
 
 
-def test_smoothing_keeps_a_constant_and_passes_over_gaps() -> None:
+def test_smoothing_keeps_a_constant_and_passes_over_gaps():
     curve = [(float(step), math.nan if step % 3 == 0 else 2.0) for step in range(1, 400)]
     assert all(value == pytest.approx(2.0) for _, value in smoothed(curve))
     assert smoothed([(1.0, 5.0), (2.0, 1.0)]) == [(1.0, 5.0), (2.0, 1.0)]  # a short run is shown as it is
@@ -234,7 +232,7 @@ def test_smoothing_keeps_a_constant_and_passes_over_gaps() -> None:
 
 
 @pytest.mark.usefixtures("no_drawing")
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
     run = make_run(tmp_path / "out" / "shirt")
     (tmp_path / "config.yaml").write_text(CONFIG)
     (tmp_path / "file").write_text("")

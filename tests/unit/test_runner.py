@@ -1,7 +1,5 @@
 """BlockRunner: a block's call reaches it, the model's own recomputation stays off, it decides what recomputes."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from typing import Any
@@ -69,7 +67,7 @@ def installed(fallback: str = "bf16", **memory: Any) -> tuple[Host, BlockRunner]
     return model, BlockRunner.install(model, ("blocks", "tail"), config, True)
 
 
-def test_the_run_gets_what_forward_names_by_position() -> None:
+def test_the_run_gets_what_forward_names_by_position():
     block, seen = Block(), []
     take_over(block, [block], lambda *args, **kwargs: seen.append((args, kwargs)), lambda _: None)
     x, shift = inputs(), torch.zeros(1)
@@ -87,7 +85,7 @@ def test_the_run_gets_what_forward_names_by_position() -> None:
         block(scale=1.0)
 
 
-def test_without_gradients_and_after_release_a_block_is_as_it_was() -> None:
+def test_without_gradients_and_after_release_a_block_is_as_it_was():
     block, other = Block(), Block()
     other.forward = lambda x: x + 1  # type: ignore[method-assign]
     expected = block(inputs())
@@ -106,7 +104,7 @@ def test_without_gradients_and_after_release_a_block_is_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_a_forward_that_is_wrapped_around_the_hook_later_calls_it_once(recorded: bool) -> None:
+def test_a_forward_that_is_wrapped_around_the_hook_later_calls_it_once(recorded):
     """As accelerate's hooks and profilers wrap a module's forward."""
     block, calls = Block(), []
     expected = block(inputs())
@@ -124,7 +122,7 @@ def test_a_forward_that_is_wrapped_around_the_hook_later_calls_it_once(recorded:
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "all"])
-def test_the_models_own_recomputation_stays_off(checkpointing: str) -> None:
+def test_the_models_own_recomputation_stays_off(checkpointing):
     plain = installed()[0]
     for block in (*plain.blocks, *plain.tail):
         release(block)
@@ -143,7 +141,7 @@ def test_the_models_own_recomputation_stays_off(checkpointing: str) -> None:
         assert torch.cosine_similarity(mine.grad, theirs.grad, dim=0) > 0.99
 
 
-def test_a_block_that_its_trainer_has_compiled_is_run_here_all_the_same() -> None:
+def test_a_block_that_its_trainer_has_compiled_is_run_here_all_the_same():
     """As ai-toolkit's block_compile does: the call is not traced, what runs is what the runner decides."""
     model, runner = installed()
     expected = model(inputs())
@@ -170,7 +168,7 @@ def saved_row(runner: BlockRunner) -> str:
     return next(row.got for row in rows if row.part == "saved tensors")
 
 
-def test_a_checkpoint_of_the_models_own_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_of_the_models_own_is_noticed(caplog):
     model, runner = installed()
     assert saved_row(runner).startswith("decided at the first step, expected: ")
     model.gradient_checkpointing = True  # past the switch
@@ -181,7 +179,7 @@ def test_a_checkpoint_of_the_models_own_is_noticed(caplog: pytest.LogCaptureFixt
     assert not caplog.records
 
 
-def test_a_list_that_a_step_does_not_use_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_list_that_a_step_does_not_use_is_warned_of(caplog):
     """As Wan 2.2's second transformer, which other steps use."""
     model, runner = installed("error")
     with caplog.at_level(logging.WARNING, logger="coat_flux"):
@@ -194,7 +192,7 @@ def test_a_list_that_a_step_does_not_use_is_warned_of(caplog: pytest.LogCaptureF
     assert saved_row(runner) == "4 kept in FP8, generic flow, attention fp8"
 
 
-def test_a_second_installation_replaces_the_first_and_a_copy_has_a_runner_of_its_own() -> None:
+def test_a_second_installation_replaces_the_first_and_a_copy_has_a_runner_of_its_own():
     model, first = installed()
     copied = copy.deepcopy(model)
     copied(inputs()).sum().backward()
@@ -229,7 +227,7 @@ def recomputed(model: Any, tokens: int = TOKENS) -> list[int]:
     return [i for i, block in enumerate(model.blocks) if block.calls == 2]
 
 
-def test_host_that_forbids_recomputation() -> None:
+def test_host_that_forbids_recomputation():
     with pytest.raises(ValueError, match=r"coat\.memory\.checkpointing='all': train.gradient_checkpointing is false"):
         make(False, checkpointing="all")
     assert recomputed(make(False, checkpointing="auto", budget_gb=1e-6)) == []
@@ -242,7 +240,7 @@ def budget_for(kept: int, elements: int = ELEMENTS) -> float:
     return elements * (UNKNOWN.high_precision + blocks + 1) / 1e9  # 1: the optimizer's states, and rounding
 
 
-def test_auto_chooses_again_when_images_grow_and_not_when_they_shrink(monkeypatch, caplog) -> None:
+def test_auto_chooses_again_when_images_grow_and_not_when_they_shrink(monkeypatch, caplog):
     monkeypatch.setattr(runner_module, "used_bytes", lambda device: (0.0, 0))
     model = make(budget_gb=budget_for(3))
     with caplog.at_level(logging.INFO):
@@ -254,7 +252,7 @@ def test_auto_chooses_again_when_images_grow_and_not_when_they_shrink(monkeypatc
     assert len([m for m in caplog.messages if m.startswith("checkpointing auto: ")]) == 2
 
 
-def test_constants_given_to_blocks_are_not_packed() -> None:
+def test_constants_given_to_blocks_are_not_packed():
     config = COATConfig.from_dict({"memory": {"checkpointing": "none"}})
     cos, sin, mask = (torch.randn(TOKENS, WIDTH) for _ in range(3))
 

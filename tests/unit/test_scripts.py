@@ -1,7 +1,5 @@
 """scripts/_environment.py: which torch a machine gets, when pip runs, its errors. And what the Colab notebook runs."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path
@@ -66,7 +64,7 @@ def test_which_torch_a_machine_gets(monkeypatch, machine, index, asked, error):
     assert pip.calls == asked
 
 
-def test_the_notebook_installs_here_and_names_files_that_exist() -> None:
+def test_the_notebook_installs_here_and_names_files_that_exist():
     content = json.loads((ROOT / "notebooks" / "quickstart_colab.ipynb").read_text(encoding="utf-8"))
     cells = [cell for cell in content["cells"] if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] for cell in cells)

@@ -1,7 +1,5 @@
 """Steps that the device decides alone, and steps as CUDA graphs, recorded on a CPU: the same run, bit by bit."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -94,7 +92,7 @@ def run(place: dict[str, Path], tmp_path: Path) -> Callable[..., Run]:
     return lambda name, **job: Run(name, place, tmp_path, **job)
 
 
-def test_with_micro_batches_pictures_and_a_step_that_is_not_finite(run: Callable[..., Run]) -> None:
+def test_with_micro_batches_pictures_and_a_step_that_is_not_finite(run):
     """The 7th step is skipped, on the device; pictures need the memory of the graphs."""
 
     def poison(session: Any) -> None:
@@ -119,7 +117,7 @@ def test_with_micro_batches_pictures_and_a_step_that_is_not_finite(run: Callable
     assert replayed.log().count("agrees with an eager step") == 1
 
 
-def test_what_changes_in_the_blocks_is_captured_again(run: Callable[..., Run]) -> None:
+def test_what_changes_in_the_blocks_is_captured_again(run):
     def exclude(session: Any) -> None:
         if session.step == 4:
             linears = [module for module in session.transformer.modules() if isinstance(module, FP8Linear)]
@@ -131,7 +129,7 @@ def test_what_changes_in_the_blocks_is_captured_again(run: Callable[..., Run]) -
     assert len(replayed.graphs) == 2
 
 
-def test_a_replayed_and_resumed_run_is_the_same_run(run: Callable[..., Run], eager_run: Any) -> None:
+def test_a_replayed_and_resumed_run_is_the_same_run(run, eager_run):
     """Through a schedule of the learning rate, noise, EMA, and health steps between replays."""
     replayed = run("replayed", save={"save_every": 4})
 
@@ -149,9 +147,7 @@ def test_a_replayed_and_resumed_run_is_the_same_run(run: Callable[..., Run], eag
     assert replayed.log().count("agrees with an eager step") == 2
 
 
-def test_memory_that_graphs_hold_is_the_first_to_be_given_back(
-    run: Callable[..., Run], eager_run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_graphs_hold_is_the_first_to_be_given_back(run, eager_run, monkeypatch):
     """A health step, run eagerly next to graphs, runs out of memory once: it is tried again as it was."""
     monkeypatch.setattr(cards, "EDITS", ())  # for speed no remedies are sought
     failed = []
@@ -260,7 +256,7 @@ class SmallRun:
 
 
 @pytest.mark.parametrize("spoil", [{}, {9: math.nan}, {8: math.inf, 10: math.nan, 15: math.inf}], ids=str)
-def test_a_late_run_is_the_same_run(spoil: dict[int, float]) -> None:
+def test_a_late_run_is_the_same_run(spoil):
     late, prompt = SmallRun(True, spoil), SmallRun(False, spoil)
     for run in (late, prompt):
         run.train(9)
@@ -277,7 +273,7 @@ def test_a_late_run_is_the_same_run(spoil: dict[int, float]) -> None:
 
 
 @pytest.mark.parametrize(("norm", "clipped"), [(4.0, 1.0), (0.25, 0.25)])
-def test_gradients_are_scaled_to_max_grad_norm_and_shorter_ones_stay(norm: float, clipped: float) -> None:
+def test_gradients_are_scaled_to_max_grad_norm_and_shorter_ones_stay(norm, clipped):
     run = SmallRun(False, {})
     for param in run.lora.values():
         param.grad = torch.full((4, 4), norm / math.sqrt(32))
@@ -286,7 +282,7 @@ def test_gradients_are_scaled_to_max_grad_norm_and_shorter_ones_stay(norm: float
     assert grads.norm().item() == pytest.approx(clipped, rel=1e-4)
 
 
-def test_a_dead_run_ends_under_the_right_number() -> None:
+def test_a_dead_run_ends_under_the_right_number():
     run = SmallRun(True, {10: math.nan, 12: math.nan, 14: math.nan})
     with pytest.raises(DeadRunError, match=r"step 8: loss=nan.* for 3 steps in a row") as error:
         run.train(12)
@@ -294,7 +290,7 @@ def test_a_dead_run_ends_under_the_right_number() -> None:
     assert run.watch.guard.doubt is not None
 
 
-def test_what_is_outstanding_is_judged_before_anything_is_saved() -> None:
+def test_what_is_outstanding_is_judged_before_anything_is_saved():
     run = SmallRun(True, {10: math.nan, 12: math.nan})
     run.train(7)
     assert run.watch.guard.doubt is None  # only step 6 is known
@@ -302,7 +298,7 @@ def test_what_is_outstanding_is_judged_before_anything_is_saved() -> None:
     assert run.watch.guard.doubt == "the last 2 steps were not finite"
 
 
-def test_parameters_are_checked_under_the_step_that_broke_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_are_checked_under_the_step_that_broke_them(monkeypatch):
     found = []
     for late in (True, False):
         run = SmallRun(late, {})
@@ -330,9 +326,7 @@ def small(graphs: list[RecordedGraph], patch: pytest.MonkeyPatch, **options: Any
     return made
 
 
-def test_each_shape_has_a_graph_of_its_own_up_to_a_limit(
-    graphs: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_shape_has_a_graph_of_its_own_up_to_a_limit(graphs, monkeypatch):
     monkeypatch.setattr(step_graph, "MOST_GRAPHS", 2)
     replayed = small(graphs, monkeypatch, tokens=(8, 4, 2))
     eager = SmallRun(True, {}, tokens=(8, 4, 2))
@@ -352,9 +346,7 @@ def test_each_shape_has_a_graph_of_its_own_up_to_a_limit(
         ("capture", "a step cannot be captured: no graph today"),
     ],
 )
-def test_what_cannot_be_replayed_runs_eagerly(
-    graphs: list[RecordedGraph], broken: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_replayed_runs_eagerly(graphs, broken, reason, monkeypatch):
     """The run is the one without graphs, bit by bit, and a line says why; `fallback: error` raises."""
     replay = RecordedGraph.replay
 
@@ -383,7 +375,7 @@ def test_what_cannot_be_replayed_runs_eagerly(
         replayed.train(6)
 
 
-def test_graphs_make_room_where_an_eager_step_would_find_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_make_room_where_an_eager_step_would_find_none(monkeypatch):
     graphs = step_graph.StepGraphs(SimpleNamespace(transformer=torch.nn.Identity()), lambda *_: torch.zeros(2))
     figures = {"memory_reserved": lambda: 60, "memory_allocated": lambda: 20, "mem_get_info": lambda: (30, 80)}
     for name, value in figures.items():
@@ -405,9 +397,7 @@ def test_graphs_make_room_where_an_eager_step_would_find_none(monkeypatch: pytes
         ({"train": {**TRAIN, "optimizer": "adamw"}}, "cuda", 1, "adamw"),
     ],
 )
-def test_why_steps_are_not_captured(
-    job: dict[str, Any], device: str, size: int, obstacle: str, place: dict[str, Path], tmp_path: Path
-) -> None:
+def test_why_steps_are_not_captured(job, device, size, obstacle, place, tmp_path):
     raw = engine_job("run", **{**place, "out": tmp_path}, **{"coat": COAT, "train": TRAIN, **job})
     workers: Any = SimpleNamespace(device=torch.device(device), size=size)
     assert obstacle in sessions._capture_obstacle(JobConfig.from_dict(raw), workers)

@@ -1,7 +1,5 @@
 """`memory.stream_blocks`: a run whose codes are in CPU memory has the bits of one whose codes are on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,7 +46,7 @@ HOWS = [("all", ()), (1, ("all",)), ("all", ("none", "generic")), ("all", ("none
 
 
 @pytest.mark.parametrize(("stream", "how"), HOWS)
-def test_bits_are_those_of_a_resident_run(stream: Any, how: tuple[str, ...], most_outside: list[int]) -> None:
+def test_bits_are_those_of_a_resident_run(stream, how, most_outside):
     resident, streamed = made(0, *how), made(stream, *how)
     count = len(BlockRunner.of(resident).blocks)  # type: ignore[union-attr]
     assert len(streaming_of(streamed).streamed) == (count if stream == "all" else stream)
@@ -59,7 +57,7 @@ def test_bits_are_those_of_a_resident_run(stream: Any, how: tuple[str, ...], mos
     assert 0 < max(most_outside) <= 2
 
 
-def test_codes_shared_out_over_processes_are_gathered_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_shared_out_over_processes_are_gathered_to_the_same_bits(monkeypatch):
     """Two processes in turn, each with its own model; what one gathers is taken from where the other keeps it."""
     resident, models, gathered = made(0), [made("all") for _ in range(2)], []
     whole = sum(streaming_of(models[0]).bytes)
@@ -88,7 +86,7 @@ def parts(model: nn.Module) -> list[tuple[int, Tensor]]:
     return [(i, codes.host) for i, codes in enumerate(streaming_of(model)._codes) if codes.host is not None]
 
 
-def test_a_weight_can_be_read_at_any_time() -> None:
+def test_a_weight_can_be_read_at_any_time():
     resident, streamed = made(0), made("all")
     predict(streamed).sum().backward()
     linears = [(name, m) for name, m in resident.named_modules() if isinstance(m, FP8Linear)]
@@ -97,7 +95,7 @@ def test_a_weight_can_be_read_at_any_time() -> None:
         assert torch.equal(module.weight, streamed.get_submodule(name).weight)
 
 
-def test_buffers_are_the_slots_again_after_the_model_was_moved() -> None:
+def test_buffers_are_the_slots_again_after_the_model_was_moved():
     resident, streamed = made(0), made("all")
     streamed._apply(lambda x: x.clone())
     assert_all_bitwise(lora_gradients(resident), lora_gradients(streamed))
@@ -105,7 +103,7 @@ def test_buffers_are_the_slots_again_after_the_model_was_moved() -> None:
     assert len({x.untyped_storage()._cdata for x in buffers}) == streaming.SLOTS
 
 
-def test_blocks_come_back_to_the_device_and_leave_it() -> None:
+def test_blocks_come_back_to_the_device_and_leave_it():
     resident, streamed = made(0), made("all")
     expected, weights = lora_gradients(resident), streaming_of(streamed)
     for chosen in ((), (1,), (0, 1)):
@@ -114,7 +112,7 @@ def test_blocks_come_back_to_the_device_and_leave_it() -> None:
         assert_all_bitwise(expected, lora_gradients(streamed))
 
 
-def test_casts_are_those_of_the_layers_whose_codes_are_there() -> None:
+def test_casts_are_those_of_the_layers_whose_codes_are_there():
     """One slot is the memory of many blocks; a block that came back to the device has one storage for all layers."""
     resident, streamed = made(0), made("all")
     predict(resident).sum().backward()

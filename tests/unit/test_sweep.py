@@ -1,7 +1,5 @@
 """`coat-flux sweep` without training: what trials are made, what is refused, the ranking, its page, the processes."""
 
-from __future__ import annotations
-
 import html
 import math
 import os
@@ -83,11 +81,11 @@ def process_of(run: Run) -> dict[str, Any]:
         ("coat.activation.exclude=[], ['a.*', 'b']", ("coat.activation.exclude", [[], ["a.*", "b"]])),
     ],
 )
-def test_a_key_and_its_values(text: str, axis: tuple[str, list[Any]]) -> None:
+def test_a_key_and_its_values(text, axis):
     assert find_axis(text) == axis
 
 
-def test_trials_are_all_combinations_of_all_seeds(config: Path, tmp_path: Path) -> None:
+def test_trials_are_all_combinations_of_all_seeds(config, tmp_path):
     axes = ("train.lr=1e-4", "network.linear=8,16", "train.lr=1e-4,3e-4")
     runs = chosen(make(config, *axes, seeds=(7, 8), folder=tmp_path))
     by_name = {run.name: process_of(run) for run in runs}
@@ -105,13 +103,13 @@ def test_trials_are_all_combinations_of_all_seeds(config: Path, tmp_path: Path) 
     assert held_out[0][0].endswith(".png")
 
 
-def test_without_optuna_the_extra_is_named(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_optuna_the_extra_is_named(config, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
     with pytest.raises(UserError, match=r"pip install 'coat-flux\[sweep\]'"):
         make(config, "train.lr=1e-4")
 
 
-def test_everything_wrong_is_said_at_once_as_check_does(config: Path) -> None:
+def test_everything_wrong_is_said_at_once_as_check_does(config):
     with pytest.raises(ConfigError) as caught:
         make(config, "train.lrr=1,2", "network.linear=0,8", "coat.optimizer.m1_format=e4m3,e9m9")
     lines = str(caught.value).splitlines()
@@ -133,7 +131,7 @@ def test_everything_wrong_is_said_at_once_as_check_does(config: Path) -> None:
         (["train=1"], "must be mappings"),
     ],
 )
-def test_settings_that_make_no_sense(config: Path, texts: list[str], rule: str) -> None:
+def test_settings_that_make_no_sense(config, texts, rule):
     with pytest.raises(UserError, match=rule):
         make(config, *texts)
 
@@ -147,7 +145,7 @@ def trial_of(lr: float, *curves: list[float], state: str = FINISHED) -> Trial:
     return Trial({"train.lr": lr}, runs, [])
 
 
-def test_ranked_by_the_mean_of_the_last_losses() -> None:
+def test_ranked_by_the_mean_of_the_last_losses():
     trials = [trial_of(1, [0.9, 0.50], [0.9, 0.54]), trial_of(2, [0.9, 0.40], [0.3, 0.44]), trial_of(3, [math.nan])]
     trials += [trial_of(4, [0.1], state=OPEN), trial_of(5, [0.1], state=FAILED)]
     ranked, spread = rank(trials)
@@ -171,7 +169,7 @@ def finish(run: Run, curve: list[tuple[float, float]], folder: Path) -> None:
     (folder / run.name / "config.yaml").touch()
 
 
-def test_rows_and_page(config: Path, tmp_path: Path) -> None:
+def test_rows_and_page(config, tmp_path):
     sweep = make(config, "train.lr=1e-4,3e-4", "network.linear=8,16", folder=tmp_path)
     first, second, failed, _ = chosen(sweep)
     for run, number in ((first, 0), (second, 1)):
@@ -197,7 +195,7 @@ def test_rows_and_page(config: Path, tmp_path: Path) -> None:
     assert [row[-2:] for row in rows] == [["2", "finished"], ["2", "finished"], ["1", "failed"]]
 
 
-def test_the_block_to_copy_is_a_valid_config(config: Path, tmp_path: Path) -> None:
+def test_the_block_to_copy_is_a_valid_config(config, tmp_path):
     """Also where an entry of a list was varied; what it holds besides stays, variables unexpanded."""
     axes = ("datasets[0].num_repeats=1,3", "coat.optimizer.block_size=64", "network.linear=8")
     sweep = make(config, *axes, folder=tmp_path)
@@ -256,7 +254,7 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="Windows has no signal for one process alone")
-def test_trials_run_fail_and_are_interrupted(config: Path, tmp_path: Path, trainer: None) -> None:
+def test_trials_run_fail_and_are_interrupted(config, tmp_path, trainer):
     """Interrupted after a first trial; the next start resumes the one under way, and one fails each time."""
     axes = ("train.lr=1e-4,2e-4,2", "train.steps=4")
     lines: list[str] = []

@@ -1,7 +1,5 @@
 """A block is read once, and again after anything that may change what it computes."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref
@@ -82,7 +80,7 @@ def coat(made: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_noticed(coat: Any, name: str) -> None:
+def test_a_change_is_noticed(coat, name):
     model, block = coat
     state = BlockState([block], lambda: None)
     assert not changed(state)
@@ -95,7 +93,7 @@ def test_a_change_is_noticed(coat: Any, name: str) -> None:
         assert changed(state)
 
 
-def test_nothing_keeps_the_codes_of_a_model_that_moved(coat: Any) -> None:
+def test_nothing_keeps_the_codes_of_a_model_that_moved(coat):
     model, block = coat
     predict(model)
     runner = BlockRunner.of(model)
@@ -109,7 +107,7 @@ def test_nothing_keeps_the_codes_of_a_model_that_moved(coat: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["adapters off", "weights quantized again"])
-def test_the_next_pass_computes_with_the_change(name: str) -> None:
+def test_the_next_pass_computes_with_the_change(name):
     """As a model that was so from the start."""
     models: list[Any] = [coat_flux_model()[0] for _ in range(2)]
     predict(models[0])
@@ -138,7 +136,7 @@ NETWORK_CHANGES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", NETWORK_CHANGES)
-def test_a_change_of_ai_toolkits_network_is_noticed(name: str) -> None:
+def test_a_change_of_ai_toolkits_network_is_noticed(name):
     block = tiny_flux().single_transformer_blocks[0]
     network = Network([block.attn.to_q, block.proj_out], 2).train()
     network.multiplier = [1.0]

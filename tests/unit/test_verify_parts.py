@@ -1,7 +1,5 @@
 """The parts of `verify` that need no model: jobs of arms, held-out photos and points, room, the page, the verdict."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -48,7 +46,7 @@ def prepared(job: JobConfig, arm: dict[str, Any]) -> JobConfig:
     return JobConfig.from_dict(study_of(job).prepare("run", arm, 9))
 
 
-def test_bf16_differs_in_coat_quantize_and_optimizer_alone(tmp_path: Path) -> None:
+def test_bf16_differs_in_coat_quantize_and_optimizer_alone(tmp_path):
     params = {"betas": [0.8, 0.9], "eps": 1e-7, "weight_decay": 0.5, "m1_format": "e5m2"}
     job = job_of(tmp_path, OPTIONS, train={"optimizer_params": params, "gradient_checkpointing": True})
     ours, theirs = prepared(job, {}), prepared(job, dict(BF16))
@@ -68,7 +66,7 @@ def test_bf16_differs_in_coat_quantize_and_optimizer_alone(tmp_path: Path) -> No
     assert job.raw["config"]["name"] == "mine"
 
 
-def test_full_fine_tuning_is_compared_with_the_same_rounding_of_weights(tmp_path: Path) -> None:
+def test_full_fine_tuning_is_compared_with_the_same_rounding_of_weights(tmp_path):
     raw = job_of(tmp_path, OPTIONS, train={"gradient_checkpointing": True}).raw
     raw["config"]["process"][0]["model"] |= {"quantize": False}
     del raw["config"]["process"][0]["network"]
@@ -82,7 +80,7 @@ def test_full_fine_tuning_is_compared_with_the_same_rounding_of_weights(tmp_path
     assert bf16_arm(job_of(tmp_path, {})) == BF16
 
 
-def test_an_arm_is_laid_over_the_block_and_over_optimizer_params(tmp_path: Path) -> None:
+def test_an_arm_is_laid_over_the_block_and_over_optimizer_params(tmp_path):
     job = job_of(tmp_path, OPTIONS, train={"optimizer_params": {"m1_format": "e5m2"}, "gradient_checkpointing": True})
     arm = {"optimizer": {"m1_format": "e4m3"}, "memory": {"checkpointing": "none"}, "weight": {"use_fp8": False}}
     run = prepared(job, arm)
@@ -97,7 +95,7 @@ def test_an_arm_is_laid_over_the_block_and_over_optimizer_params(tmp_path: Path)
     assert (run.coat.activation.use_fp8, run.coat.activation.min_sqnr_db) == (False, None)
 
 
-def test_a_bf16_run_that_cannot_fit_is_refused(tmp_path: Path) -> None:
+def test_a_bf16_run_that_cannot_fit_is_refused(tmp_path):
     raw = job_of(tmp_path, None, train={"gradient_checkpointing": True}, dataset={"resolution": 512}).raw
     raw["config"]["process"][0]["model"]["name_or_path"] = "black-forest-labs/FLUX.1-dev"
     job = JobConfig.from_dict(raw, file="job.yaml")
@@ -133,7 +131,7 @@ def test_how_many_photos_are_held_out(tmp_path, photos, asked, configured, held_
     assert all((tmp_path / "photos" / name).is_file() for name in names)
 
 
-def test_photos_of_another_folder_are_held_out_and_all_others_trained_on(tmp_path: Path) -> None:
+def test_photos_of_another_folder_are_held_out_and_all_others_trained_on(tmp_path):
     photos, other = write_photos(tmp_path / "photos", range(6)), write_photos(tmp_path / "v", range(4, 7))
     job = job_of(tmp_path, {}, dataset={"caption_ext": "txt", "num_repeats": 3})
     study = open_study(job, validation=other, folder=tmp_path / "out")
@@ -165,7 +163,7 @@ def judged(*gaps: float, bf16: list[float] = LOSSES, base: float | None = 2.0) -
 
 
 @pytest.mark.parametrize(("freedom", "quantile"), TABLE.items())
-def test_the_interval_is_students_up_to_30_degrees_of_freedom(freedom: int, quantile: float) -> None:
+def test_the_interval_is_students_up_to_30_degrees_of_freedom(freedom, quantile):
     count = freedom + 1
     bf16 = [float(i) for i in range(count)]
     gaps = [0.25 if i % 2 else 0.75 for i in range(count)]
@@ -192,21 +190,21 @@ def test_the_interval_is_students_up_to_30_degrees_of_freedom(freedom: int, quan
         ((0.01, 0.02, 0.03), UNDECIDED, None, "more than 31 seeds"),
     ],
 )
-def test_outcomes(gaps: tuple[float, ...], outcome: str, more_seeds: int | None, words: str) -> None:
+def test_outcomes(gaps, outcome, more_seeds, words):
     judgement = judged(*gaps)
     assert (judgement.outcome, judgement.more_seeds) == (outcome, more_seeds)
     assert judgement.sentence.startswith(outcome)
     assert words in judgement.sentence
 
 
-def test_coat_that_is_not_finite_is_not_lossless_and_other_losses_must_be_comparable() -> None:
+def test_coat_that_is_not_finite_is_not_lossless_and_other_losses_must_be_comparable():
     assert judge(LOSSES, [1.0, math.nan, 1.0]).outcome == NOT_LOSSLESS
     for bf16, coat in (([1.0], [1.0]), ([math.inf, 1.0], [1.0, 1.0])):
         with pytest.raises(ValueError, match="must be"):
             judge(bf16, coat)
 
 
-def test_draws_cover_the_noise_levels_evenly_and_batches_have_one_size() -> None:
+def test_draws_cover_the_noise_levels_evenly_and_batches_have_one_size():
     noise = FixedNoise([{"latents": torch.zeros(16, 8, width)} for width in (8, 12, 8)], 4)
     batches = [[0, 1, 2], [3, 8, 9], [10, 11], [4, 5, 6], [7]]
     assert list(noise.batches(3)) == batches
@@ -224,7 +222,7 @@ def test_draws_cover_the_noise_levels_evenly_and_batches_have_one_size() -> None
     assert [FixedNoise(noise.photos[:count]).levels for count in (1, 3)] == [16, 6]
 
 
-def test_a_config_without_coat_has_nothing_to_compare(tmp_path: Path) -> None:
+def test_a_config_without_coat_has_nothing_to_compare(tmp_path):
     with pytest.raises(ConfigError, match=r"coat\.enabled=false"):
         open_study(job_of(tmp_path, None))
 
@@ -236,7 +234,7 @@ def test_a_config_without_coat_has_nothing_to_compare(tmp_path: Path) -> None:
         (LOSSES, 1.04, "1 of 3 bf16 runs (first: number 3, loss 1.040000)"),
     ],
 )
-def test_bf16_runs_that_measure_nothing_are_named(bf16: list[float], base: float, words: str) -> None:
+def test_bf16_runs_that_measure_nothing_are_named(bf16, base, words):
     judgement = judged(0.0, 0.0, 0.0, bf16=bf16, base=base)
     assert judgement.outcome == UNDECIDED
     assert words in judgement.sentence

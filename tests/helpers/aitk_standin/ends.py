@@ -1,7 +1,5 @@
 """Whether two runs inside ai-toolkit, or its stand-in, ended alike."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

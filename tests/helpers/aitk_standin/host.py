@@ -1,7 +1,5 @@
 """The stand-in, copied to a temporary folder with the extension linked, and imported in this process."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import shutil

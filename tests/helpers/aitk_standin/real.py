@@ -1,7 +1,5 @@
 """A real ai-toolkit checkout for tests (AI_TOOLKIT_ROOT, AI_TOOLKIT_PYTHON): jobs run in a folder of links to it."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -13,8 +13,6 @@ Stood in for: what kernels compute, what the host reads (the lists below), weigh
 whether Triton works, FlashAttention 3 and 4, and the first step's choice by time (everything takes one millisecond).
 """
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Stood in for: the encoders and the caches (their tensors have the model's sizes), and the transformer's weights.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ arguments (`x_ptr` with `x_stride`, or `stride_b`, ...), everything else it read
 pointer may have are those it is compiled for, without a GPU, by scripts/compile_kernels.py.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools

@@ -4,8 +4,6 @@ Whatever makes the host wait for the GPU comes through here as one of torch's op
 (`_local_scalar_dense`), a copy to the CPU, a copy from CPU memory that is not pinned, a shape that depends on values.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections import Counter
