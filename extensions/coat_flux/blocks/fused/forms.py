@@ -45,6 +45,7 @@ from .parts import (
     Kept,
     Modulation,
     NormLinears,
+    Rotary,
     Shared,
     activate,
     activation_values,
@@ -71,6 +72,15 @@ class Reader:
     call: Callable[..., Call]  # a call's arguments, by position → `Call`; or NotFusable
     # a block → its fused form; or NotFusable. `join` makes one matrix of weights that read the same tensor
     read: Callable[[Any, bool], Form]
+
+
+def shared_of(rotary: Rotary | None, kwargs: Any = None, mask: Tensor | None = None) -> Shared:
+    """A call's rotary tables and mask; NotFusable without tables, or with further arguments of attention."""
+    if kwargs:
+        raise NotFusable(f"joint_attention_kwargs {', '.join(map(str, kwargs))}")
+    if rotary is None:
+        raise NotFusable("no rotary embedding is given")
+    return Shared(*rotary, mask)
 
 
 class Form:

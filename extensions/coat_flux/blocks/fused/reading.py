@@ -15,16 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .forms import GELU, SWIGLU, DoubleBlock, Reader, SingleBlock, Stream
 from .linears import LinearGroup, NotFusable, read_group, read_linear
-from .parts import Attention, GatedLinear, Modulation, NormLinears, Rotary, Shared
-
-
-def shared_of(rotary: Rotary | None, kwargs: Any = None, mask: Tensor | None = None) -> Shared:
-    """A call's rotary tables and mask; NotFusable without tables, or with further arguments of attention."""
-    if kwargs:
-        raise NotFusable(f"joint_attention_kwargs {', '.join(map(str, kwargs))}")
-    if rotary is None:
-        raise NotFusable("no rotary embedding is given")
-    return Shared(*rotary, mask)
+from .parts import Attention, GatedLinear, Modulation, NormLinears, Rotary
 
 
 def check_norm(norm: nn.Module) -> float:

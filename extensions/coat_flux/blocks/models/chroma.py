@@ -16,6 +16,7 @@ from torch import Tensor
 from coat_core.linear.function import compute_dtype
 from coat_core.ops.attention import additive_mask
 
+from ..fused.forms import shared_of
 from ..fused.parts import Call
 from ..fused.reading import (
     DiffusersDouble,
@@ -23,7 +24,6 @@ from ..fused.reading import (
     ToolkitDouble,
     ToolkitSingle,
     once_per_pass,
-    shared_of,
     toolkit_rotary,
 )
 from .family import BlockList, Family

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..fused.forms import shared_of
 from ..fused.parts import Call
-from ..fused.reading import DiffusersDouble, DiffusersSingle, shared_of
+from ..fused.reading import DiffusersDouble, DiffusersSingle
 from .family import DF, BlockList, D, F, Family, Linear, outside_linears, own_entries, published
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ...data.cache import input_device, model_identity
-from ..fused.forms import DoubleBlock, Reader, SingleBlock
+from ..fused.forms import DoubleBlock, Reader, SingleBlock, shared_of
 from ..fused.linears import NotFusable
 from ..fused.parts import Attention, Call
 from ..fused.reading import (
@@ -29,7 +29,6 @@ from ..fused.reading import (
     read_activation,
     read_double,
     read_joined_single,
-    shared_of,
     toolkit_rotary,
 )
 from .family import DF, BlockList, D, F, Family, Linear, outside_linears, own_entries, published

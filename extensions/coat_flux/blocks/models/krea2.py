@@ -18,10 +18,10 @@ from torch import Tensor
 from coat_core.linear.function import compute_dtype
 from coat_core.ops.attention import additive_mask
 
-from ..fused.forms import SWIGLU, UNTURNED, Reader, Stream, StreamBlock
+from ..fused.forms import SWIGLU, UNTURNED, Reader, Stream, StreamBlock, shared_of
 from ..fused.linears import NotFusable, read_group, read_linear
 from ..fused.parts import Attention, Call, GatedLinear, NormLinears, Rotary
-from ..fused.reading import check_dropout, once_per_pass, shared_of
+from ..fused.reading import check_dropout, once_per_pass
 from .family import BlockList, Family
 
 

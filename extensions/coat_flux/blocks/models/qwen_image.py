@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from coat_core.linear.function import compute_dtype
 from coat_core.ops.attention import additive_mask
 
-from ..fused.forms import DoubleBlock, Reader
+from ..fused.forms import DoubleBlock, Reader, shared_of
 from ..fused.linears import NotFusable, read_linear
 from ..fused.parts import Call, Modulation
-from ..fused.reading import Outside, complex_rotary, feed_forward, once_per_pass, read_double, shared_of
+from ..fused.reading import Outside, complex_rotary, feed_forward, once_per_pass, read_double
 from .family import BlockList, Family
 
 

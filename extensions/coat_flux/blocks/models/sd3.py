@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..fused.forms import UNTURNED, DoubleBlock
+from ..fused.forms import UNTURNED, DoubleBlock, shared_of
 from ..fused.linears import NotFusable
 from ..fused.parts import Call, Modulation
-from ..fused.reading import DiffusersDouble, Outside, feed_forward, read_double, read_modulation, shared_of
+from ..fused.reading import DiffusersDouble, Outside, feed_forward, read_double, read_modulation
 from .family import BlockList, Family, Rates
 
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from coat_core.linear.function import compute_dtype
 from coat_core.ops.attention import additive_mask
 
-from ..fused.forms import SWIGLU, Reader, Stream, StreamBlock
+from ..fused.forms import SWIGLU, Reader, Stream, StreamBlock, shared_of
 from ..fused.linears import NotFusable, read_group, read_linear
 from ..fused.parts import Attention, Call, GatedLinear, Modulation, NormLinears
-from ..fused.reading import check_dropout, complex_rotary, once_per_pass, qk_norm, shared_of
+from ..fused.reading import check_dropout, complex_rotary, once_per_pass, qk_norm
 from .family import BlockList, Family
 
 # the additive mask [B, 1, 1, S] of a mask of tokens [B, S]
