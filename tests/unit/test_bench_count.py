@@ -19,17 +19,15 @@ from coat_flux.bench.limits import (
     RATE_SHARES,
     ROWS,
     Geometry,
-    issue_ms,
+    issue,
     kernel_ms,
     key_of,
-    modelled_cards,
-    resident_warps,
     source_digest,
 )
 from coat_flux.bench.runner import COUNT, named
 from coat_flux.cli import main
 from coat_flux.config.coat import COATConfig
-from coat_flux.plan.speed import Card
+from coat_flux.plan.speed import MODELLED, Card
 from tests.helpers.kernel_cases import launcher_modules
 
 pytestmark = pytest.mark.triton
@@ -83,13 +81,13 @@ def test_int8_takes_the_launches_and_bytes_of_fp8(step):
 
 
 def test_a_step_is_modelled_to_take_no_longer(step):
-    card = modelled_cards()["h200"]
+    card = MODELLED["h200"]
     ms = by_bytes = 0.0
     for x in step.launches:
         times = step.times.get(x.region, 1)
         without = kernel_ms(card, x.bytes, x.flops, x.kind, x.shape, x.count)
         by_bytes += without * times
-        ms += max(without, issue_ms(card, x.launched) if x.launched is not None else 0.0) * times
+        ms += max(without, issue(card, x.launched)[0] if x.launched is not None else 0.0) * times
     assert ms <= HELD_MS
     assert by_bytes <= HELD_MS_BY_BYTES
 
@@ -102,7 +100,7 @@ def test_every_kernel_of_a_step_has_its_instructions(name):
     assert len(launches) > 15
     missing = {x.part for x in counted.launches if x.launched is not None and key_of(x.launched) not in ROWS}
     assert missing == set()
-    fewest = min(resident_warps(launched) for launched in launches.values())
+    fewest = min(issue(MODELLED["h200"], launched)[1] for launched in launches.values())
     assert fewest >= 4, "a program has four warps"
 
 
@@ -118,16 +116,14 @@ def test_a_launch_issues_what_its_row_says(monkeypatch):
 
     kernel.arg_names = ["x", "K", "BLOCK"]
     launched = kernel, (10, 2), (torch.empty(0), 100), {"BLOCK": 32}
-    for card in modelled_cards().values():
-        assert issue_ms(card, launched) == LAUNCH_MS
-        assert resident_warps(launched) == 0
+    for card in MODELLED.values():
+        assert issue(card, launched) == (LAUNCH_MS, 0)
         row = {"once": "300", "each": "50", "trips": "K/BLOCK", "warps": "4", "resident": "12"}
         with monkeypatch.context() as patch:
             patch.setitem(ROWS, key_of(launched), row)
             a_second = card.multiprocessors * ISSUED * ISSUE_SHARE * card.clock_ghz * 1e9
             expected = (300 + 50 * 4) * 4 * 20 / a_second * 1e3
-            assert issue_ms(card, launched) == pytest.approx(LAUNCH_MS + expected)
-            assert resident_warps(launched) == 12
+            assert issue(card, launched) == (pytest.approx(LAUNCH_MS + expected), 12)
     other = kernel, (10, 2), (torch.empty(0), 1), {"BLOCK": 32}  # a 1 is a constant of the machine code
     assert len({key_of(launched), key_of(other), key_of((kernel, (1,), *launched[2:]))}) == 2
 
@@ -156,7 +152,7 @@ def test_the_host_reads_loss_and_norm_and_nothing_else(step):
 def test_a_launch_takes_the_longer_of_memory_and_arithmetic():
     card = Card(1, "", 100.0 / RATE_SHARES["bf16"], gb_per_second=1000.0 / BANDWIDTH_SHARE, multiprocessors=132)
     assert kernel_ms(card, 2e9, 0.0, "", None) == pytest.approx(2.0 + LAUNCH_MS)
-    assert set(modelled_cards()) == {"h100", "h200", "rtx3090", "rtx4090", "rtx5090"}
+    assert set(MODELLED) == {"h100", "h200", "rtx3090", "rtx4090", "rtx5090"}
     full = (128 * 132, 256, 64)
     assert kernel_ms(card, 1.0, 5e11, "bf16", full) == pytest.approx(5.0 + LAUNCH_MS)
     one_tile_more = (128 * 133, 256, 64)

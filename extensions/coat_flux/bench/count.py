@@ -46,23 +46,13 @@ from ..blocks.models.flux1 import FLUX_DEV_TRANSFORMER_CONFIG, make_flux_dev_geo
 from ..blocks.runner import BlockRunner
 from ..config.coat import COATConfig
 from ..config.job_sections import EMASection, NetworkSection, SaveSection, TrainSection
-from ..plan.speed import Card
+from ..plan.speed import MODELLED, Card
 from ..trainers.optimizer import build_optimizer
 from ..trainers.standalone.flow_matching import Objective
 from ..trainers.standalone.network import LoraEMA, add_lora, lora_parameters
 from ..trainers.standalone.trainer import train_step
 from ..watch.guard import RunGuard
-from .limits import (
-    ENOUGH_WARPS,
-    NARROW,
-    TEXT_TOKENS,
-    Geometry,
-    Launched,
-    issue_ms,
-    kernel_ms,
-    modelled_cards,
-    resident_warps,
-)
+from .limits import ENOUGH_WARPS, NARROW, TEXT_TOKENS, Geometry, Launched, issue, kernel_ms
 
 META = torch.device("meta")
 
@@ -494,17 +484,17 @@ def count(config: COATConfig, geometry: Geometry, resolutions: Sequence[int]) ->
         Card ("h200") → resolution in pixels a side ("1024") → "coat" (where the card has FP8), "coat_int8" or
             "bf16_compile" → sums (`FIGURES`, `host_ops`: calls of torch's dispatcher, `host_reads`: of tensors on the
             device) of the step, `by_category`, of all `blocks`, `by_region` (once), `by_kernel` (ours, with the fewest
-            `resident_warps` of its launches, 0 where one was not counted); `operators`: region → lines of (count,
+            resident warps of its launches, 0 where one was not counted); `operators`: region → lines of (count,
             category, operator, part).
     """
-    counts: dict[str, Any] = {name: {} for name in modelled_cards()}
+    counts: dict[str, Any] = {name: {} for name in MODELLED}
     for resolution in resolutions:
         coat = count_step(config, geometry, resolution)
         in_int8 = count_step(config.with_weights_in("int8"), geometry, resolution)
         plain = count_step(COATConfig(enabled=False), geometry, resolution)
         plain.launches = as_compiled(plain.launches)
         steps = {"coat": coat, "coat_int8": in_int8, "bf16_compile": plain}
-        for name, card in modelled_cards().items():
+        for name, card in MODELLED.items():
             runs = {key: _costed(step, card) for key, step in steps.items() if key != "coat" or card.fp8_tflops}
             counts[name][str(resolution)] = runs
     return counts
@@ -518,7 +508,7 @@ def _costed(recorder: Recorder, card: Card) -> dict[str, Any]:
     operators: dict[str, Counter[tuple[str, str, str]]] = {}
     for launch in recorder.launches:
         by_bytes = kernel_ms(card, launch.bytes, launch.flops, launch.kind, launch.shape, launch.count)
-        by_issue = issue_ms(card, launch.launched) if launch.launched is not None else 0.0
+        by_issue, warps = (0.0, 0) if launch.launched is None else issue(card, launch.launched)
         ms = max(by_bytes, by_issue)
         values = launch.count, ms, by_bytes, by_issue, launch.bytes, launch.flops
         figures = dict(zip(FIGURES, values, strict=True))
@@ -528,7 +518,6 @@ def _costed(recorder: Recorder, card: Card) -> dict[str, Any]:
         if launch.category not in (OUTSIDE, UPDATE):
             sums.append((blocks, times))
         if launch.launched is not None:
-            warps = resident_warps(launch.launched)
             kernel = kernels.setdefault(launch.part, {**dict.fromkeys(FIGURES, 0), "resident_warps": warps})
             kernel["resident_warps"] = min(kernel["resident_warps"], warps)
             sums.append((kernel, times))

@@ -96,13 +96,6 @@ def least_ms(card: Card, work: tuple[float, float, float], *, fp8_linears: bool)
     return (linear / rate + (attention + adapters) / card.bf16_tflops) / 1e9
 
 
-def modelled_cards() -> dict[str, Card]:
-    """Short name ("h200", "rtx4090") → card, of those that `kernel_ms` can model."""
-    from ..plan.speed import KNOWN
-
-    return {card.name.lower().replace(" ", ""): card for card in KNOWN.values() if card.multiprocessors}
-
-
 def kernel_ms(
     card: Card, moved: float, flops: float, kind: str, shape: tuple[int, int, int] | None, kernels: int = 1
 ) -> float:
@@ -162,20 +155,18 @@ def source_digest(kernel: Any) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
 
 
-def resident_warps(launched: Launched) -> int:
-    """Warps that a multiprocessor holds; 0 of a launch without a row."""
-    return int(ROWS.get(key_of(launched), {}).get("resident", 0))
+def issue(card: Card, launched: Launched) -> tuple[float, int]:
+    """Milliseconds to issue the instructions, and the launch; and the warps that a multiprocessor holds.
 
-
-def issue_ms(card: Card, launched: Launched) -> float:
-    """Time to issue the instructions, and the launch; without a row the launch's alone."""
+    Without a row the launch's alone, and 0.
+    """
     kernel, grid, args, options = launched
     row = ROWS.get(key_of(launched))
     if row is None:
-        return LAUNCH_MS
+        return LAUNCH_MS, 0
     arguments = {**dict(zip(kernel.arg_names, args, strict=False)), **options, "1": 1}
     length, block = row["trips"].split("/")
     trips = math.ceil(arguments[length] / arguments[block])
     instructions = (int(row["once"]) + int(row["each"]) * trips) * int(row["warps"]) * math.prod(grid)
     issued = ISSUE_SHARE * ISSUED * card.clock_ghz * card.multiprocessors
-    return instructions / issued / 1e6 + LAUNCH_MS
+    return instructions / issued / 1e6 + LAUNCH_MS, int(row["resident"])

@@ -80,6 +80,7 @@ BF16_FRACTION, FP8_FRACTION = 0.70, 0.65  # of peak, published for large matrix 
 KNOWN: dict[str, Card] = {}  # by name without maker and series; of several sizes the smallest, "A100 80GB" says more
 CARDS: list[Card] = []  # the usual ones, which have a size each
 DEVICES: dict[str, Card] = {}  # by torch's name, of those whose rates are published
+MODELLED: dict[str, Card] = {}  # by short name ("h200", "rtx4090"), of those that `bench.limits.kernel_ms` can model
 with Path(__file__).with_name("cards.tsv").open(encoding="utf-8", newline="") as table:
     for row in csv.DictReader(table, delimiter="\t"):
         name, usual, device, capability = (row.pop(key) for key in ("name", "usual", "device", "capability"))
@@ -91,6 +92,8 @@ with Path(__file__).with_name("cards.tsv").open(encoding="utf-8", newline="") as
             CARDS.append(card)
         if device:
             DEVICES[device] = card
+        if card.multiprocessors:
+            MODELLED[name.lower().replace(" ", "")] = card
 
 
 def find_card(text: str) -> Card:
