@@ -62,10 +62,6 @@ class Entry(Block):
         self.facts = {"trainer": trainer, "trains": trains, "enabled": str(self.enabled).lower(), "arch": arch}
         self.is_flux = self.alone or arch == "flux"  # the stand-alone trainer applies FLUX.1's rules to FLUX.2, too
 
-    def given(self, key: str) -> bool:
-        """Whether the key is present."""
-        return f"{self.path}.{key}" in self.findings.given
-
 
 def arch_of(model: Mapping[str, Any]) -> str:
     """The architecture that a `model` block selects in ai-toolkit."""
@@ -96,8 +92,8 @@ def check_entry(entry: Entry) -> None:
         entry.error(alpha, f"on FLUX alpha is the rank; write {size}, and scale lr instead")
     if entry.full and any(file.startswith(entry.name) for file in WRITTEN):
         entry.findings.add(entry.name_path, "begins another file's name of the run; write a longer one", entry.name)
-    trained = DTYPES.get(entry.get("train.dtype", "fp32"))
-    differs = entry.given("save.dtype") and DTYPES.get(entry.get("save.dtype")) != trained
+    saved, trained = entry.get("save.dtype"), DTYPES.get(entry.get("train.dtype", "fp32"))
+    differs = saved is not None and DTYPES.get(saved) != trained
     if entry.full and differs and entry.enabled and not entry.alone:
         entry.error("save.dtype", f"ai-toolkit saves a whole FLUX as it is trained; write {trained}")
     _check_train(entry)
@@ -152,7 +148,7 @@ def _check_train(entry: Entry) -> None:
         if rate > HIGH_LR:
             entry.warn("train.lr", f"LoRAs diverge with {optimizer} above about {HIGH_LR:g}; write 0.0001")
         elif rate < LOW_LR:
-            default = "" if entry.given("train.lr") else ", which is the default"
+            default = ", which is the default" if get("train.lr") is None else ""
             entry.warn("train.lr", f"a LoRA hardly learns at so low a rate{default}; write 0.0001")
 
     path = f"{entry.path}.train"
