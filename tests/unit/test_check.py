@@ -13,7 +13,6 @@ import pytest
 from coat_flux.cli.entry import main
 from coat_flux.config.ai_toolkit_keys import (
     BLOCKS,
-    NETWORK_KWARGS,
     OWN_ROWS,
     PROCESS,
     ROWS,
@@ -224,7 +223,7 @@ def test_the_checkout_reads_the_keys_of_the_table_and_its_config_classes_no_othe
             read = set(re.findall(r"kwargs\.get\(\s*[\"'](\w+)[\"']", text))
             assert read == BLOCKS[block].keys(), block
     source = "\n".join((root / file).read_text(encoding="utf-8") for file in SOURCES)
-    assert all(re.search(rf"\b{key}\b", source) for key in BLOCKS[NETWORK_KWARGS])
+    assert all(re.search(rf"\b{key}\b", source) for key in BLOCKS["network_kwargs"])
 
 
 @pytest.mark.aitk

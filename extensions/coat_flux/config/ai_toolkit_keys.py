@@ -26,7 +26,7 @@ from .findings import ANY_CASE, ConfigError, Findings, show
 from .options import OPTION_KINDS, Option, as_entries, known_keys
 
 TABLE = Path(__file__).with_suffix(".tsv")
-PROCESS, NETWORK_KWARGS = "process", "network_kwargs"
+PROCESS = "process"
 # keys in ai-toolkit's blocks that this package reads: block → key → row; without a kind they are checked elsewhere
 OWN_ROWS = {
     PROCESS: {key: {"kind": "", "inner": ""} for key in ("coat", "validation")},
