@@ -24,16 +24,7 @@ from coat_flux.blocks.models import block_name, read_list
 from coat_flux.blocks.report import CoatReport
 from coat_flux.blocks.sizes import LINEARS, Block, FlowSettings, Tokens, block_bytes
 from coat_flux.config.coat import COATConfig
-from tests.helpers.families import (
-    FAMILIES,
-    FLUX1,
-    OTHERS,
-    STRENGTHS,
-    TOOLKITS_OWN,
-    Made,
-    made,
-    results,
-)
+from tests.helpers.families import FAMILIES, FLUX1, OTHERS, STRENGTHS, TOOLKITS_OWN, Made, made, results
 from tests.helpers.fused_blocks import assert_as_own_code, assert_gradients_near, kept_per_element
 from tests.helpers.toolkit_lora import ROOT_VARIABLE
 from tests.tolerances import (

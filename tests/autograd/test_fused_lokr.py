@@ -13,11 +13,7 @@ from coat_flux.blocks.lora import LokrLinear, plain_adapters
 from tests.helpers.families import FAMILIES, FLUX1, Made, linears, made, results
 from tests.helpers.fused_blocks import assert_as_own_code, assert_gradients_near, kept_per_element
 from tests.helpers.toolkit_lora import ROOT_VARIABLE, Network
-from tests.tolerances import (
-    FUSED_BF16_RTOL,
-    FUSED_FP32_RTOL,
-    FUSED_NORMED_BF16_RTOL,
-)
+from tests.tolerances import FUSED_BF16_RTOL, FUSED_FP32_RTOL, FUSED_NORMED_BF16_RTOL
 
 PER_ROW = FP8LinearConfig(weight_granularity="per_row", input_granularity="per_row")
 INT8 = FP8LinearConfig(

@@ -87,8 +87,6 @@ def test_the_first_block_may_have_no_adapters():
 
 
 # -- gradients that blocks write themselves ----------------------------------------------------------------------------
-
-
 def gradients(model: Any, written: bool) -> dict[str, Tensor | None]:
     """Of two micro-batches, added up."""
     model.zero_grad(set_to_none=True)

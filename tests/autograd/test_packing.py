@@ -351,8 +351,6 @@ def test_a_graph_dropped_without_backward_is_freed(config):
 
 
 # -- in a training loop ------------------------------------------------------------------------------------------------
-
-
 def test_a_block_run_twice_before_backward():
     block, batches = Block(), [draw(2, T, D) for _ in range(2)]
     single = [gradients(block, x, packed(block, x)) for x in batches]
@@ -398,8 +396,6 @@ def test_backward_inside_autocast():
 
 
 # -- around and inside torch's checkpoint ------------------------------------------------------------------------------
-
-
 def test_reentrant_around_a_packed_block():
     block, x = Block(dropout=0.3), draw(2, T, D)
     torch.manual_seed(7)
@@ -444,8 +440,6 @@ def test_checkpoint_inside_a_packed_block(reentrant):
 
 
 # -- nested ------------------------------------------------------------------------------------------------------------
-
-
 def test_the_inner_one_has_options_of_its_own_and_shares_storages_and_what_is_kept():
     x, kept = draw(8, 64, grad=False), draw(8, 64, grad=False)
     outer, inner, other, exact = (draw(8, 64) for _ in range(4))
@@ -483,8 +477,6 @@ def test_the_outer_one_goes_on_after_the_inner_one():
 
 
 # -- changes in place --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("changes", [lambda t: t.mul_(2), lambda t: t.view(-1)[0].zero_()], ids=["whole", "view"])
 def test_a_change_of_what_was_left_alone_is_an_error_as_without_hooks(changes):
     for run in (lambda f: f(), lambda f: packed(f)):
@@ -496,8 +488,6 @@ def test_a_change_of_what_was_left_alone_is_an_error_as_without_hooks(changes):
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------
-
-
 def test_another_thread_packs_nothing_and_may_pack_its_own():
     x, w = draw(8, 64, grad=False), draw(8, 64)
     results: dict[str, Tensor] = {}
@@ -524,7 +514,6 @@ def test_another_thread_packs_nothing_and_may_pack_its_own():
 
 
 # -- fp8_checkpoint ----------------------------------------------------------------------------------------------------
-
 FROM_FP8 = {"min_elements": 64, "storage": Storage(granularity=per_group(32))}
 EXACT = {"min_elements": 10**9}
 
@@ -596,8 +585,6 @@ def test_lora_dropout_draws_the_same_mask(options, autocast):
 
 
 # -- what is kept -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("backward", [True, False])
 def test_the_input_is_really_freed(backward, keepers):
     block, x = Block().bfloat16(), torch.randn(2, T, D).bfloat16().requires_grad_()
@@ -645,8 +632,6 @@ def test_what_fp8_has_no_place_for_is_kept_exactly(x):
 
 
 # -- inside other contexts --------------------------------------------------------------------------------------------
-
-
 def test_inside_packed_saved_tensors():
     """A recomputed part of a packed block: its constants are not packed, so that it recomputes from what ran."""
     mask, x, dy = torch.randn(8, D), torch.randn(8, D, requires_grad=True), torch.randn(8, D)
@@ -684,7 +669,6 @@ def test_around_a_packed_block():
 
 
 # -- frozen convolutions -----------------------------------------------------------------------------------------------
-
 LAYERS = {
     "3x3": (nn.Conv2d, {"padding": 1}, (2, 32, 8, 8)),
     "channels last": (nn.Conv2d, {"padding": 1}, (2, 32, 8, 8)),

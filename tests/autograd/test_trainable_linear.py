@@ -58,8 +58,6 @@ def test_keeps_x_as_codes_and_the_weight_itself(cache):
 
 
 # -- codes of W ------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def casts(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The weights that are cast, as they are."""
@@ -178,8 +176,6 @@ def test_compiled_whole_it_casts_the_weight_it_has():
 
 
 # -- wgrad in FP8 ----------------------------------------------------------------------------------------------------
-
-
 def spread(rows: int, columns: int, across: str, seed: int) -> Tensor:
     """Gaussian [rows, columns], its rows (tokens) or columns (features) of very different size."""
     generator = torch.Generator().manual_seed(seed)

@@ -240,8 +240,6 @@ def test_int8_keeps_the_bytes_of_fp8_for_backward():
 
 
 # -- a transposed copy of the codes ------------------------------------------------------------------------------------
-
-
 def gradient(layer: FP8Linear) -> Tensor:
     x = torch.randn(5, K, generator=torch.Generator().manual_seed(2)).requires_grad_()
     layer(x).square().sum().backward()
@@ -284,8 +282,6 @@ def test_the_copy_goes_with_its_weight():
 
 
 # -- linears that read the same tensor multiply by one matrix ----------------------------------------------------------
-
-
 def linears(*widths: int) -> list[Any]:
     group = [make(E4M3, width)[0] for width in widths]
     for linear in group:

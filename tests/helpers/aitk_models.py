@@ -70,8 +70,6 @@ def module(path: str) -> Any:
 
 
 # -- near FLUX -------------------------------------------------------------------------------------------------------
-
-
 def flux(references: int = 0) -> Made:
     """FLUX.1; Kontext has the tokens of reference images behind those of the image."""
     inputs = {
@@ -189,8 +187,6 @@ def ideogram4() -> Made:
 
 
 # -- classes that ai-toolkit has of its own, and Wan -----------------------------------------------------------------
-
-
 def wan(image: bool = False) -> Made:
     """Wan's video transformer; with an image it attends to its embedding, too."""
     own = {"in_channels": 4, "out_channels": 4, "text_dim": TEXT_WIDTH, "freq_dim": 32, "ffn_dim": 768}
@@ -310,8 +306,6 @@ def f_lite() -> Made:
 
 
 # -- classes of diffusers --------------------------------------------------------------------------------------------
-
-
 def lumina2() -> Made:
     own = {"sample_size": 2 * SIDE, "num_layers": 2, "cap_feat_dim": TEXT_WIDTH}
     inputs = {"hidden_states": LATENTS, "encoder_attention_mask": ALL_TEXT}
@@ -345,11 +339,7 @@ def ltx2() -> Made:
 
 
 def nucleus_image() -> Made:
-    inputs = {
-        "hidden_states": TOKENS,
-        "img_shapes": [(1, SIDE, SIDE)],
-        "encoder_hidden_states_mask": ALL_TEXT.long(),
-    }
+    inputs = {"hidden_states": TOKENS, "img_shapes": [(1, SIDE, SIDE)], "encoder_hidden_states_mask": ALL_TEXT.long()}
     sizes = {"in_channels": 16, "out_channels": 4, "joint_attention_dim": TEXT_WIDTH, "axes_dims_rope": AXES}
     experts = {"num_experts": 4, "moe_intermediate_dim": 128, "capacity_factors": 2.0, "num_key_value_heads": 2}
     experts["dense_moe_strategy"] = "leave_first_block_dense"

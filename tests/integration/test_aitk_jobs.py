@@ -30,9 +30,8 @@ from tests.helpers.aitk_standin.host import (  # noqa: F401
 )
 from tests.helpers.asserts import assert_all_bitwise, assert_bitwise, assert_sqnr
 
+
 # -- identity and import ---------------------------------------------------------------------------------------------
-
-
 def test_host_finds_one_extension_and_no_second_copy_of_our_modules(host):
     assert host.load("extensions.coat_flux").AI_TOOLKIT_EXTENSIONS == []  # outside of ai-toolkit
     del sys.modules["extensions.coat_flux"]
@@ -49,8 +48,6 @@ def test_host_finds_one_extension_and_no_second_copy_of_our_modules(host):
 
 
 # -- the optimizer name ----------------------------------------------------------------------------------------------
-
-
 HOLDERS = ("toolkit.optimizer", "jobs.process.BaseSDTrainProcess", "late")  # of the name
 
 
@@ -110,8 +107,6 @@ def test_installing_twice_wraps_once_and_reaches_modules_loaded_later(hosted):
 
 
 # -- the qtype -------------------------------------------------------------------------------------------------------
-
-
 def _converted(host: Host, **options: Any) -> tuple[torch.nn.Linear, torch.nn.Linear]:
     from coat_core.config import FP8LinearConfig
 
@@ -158,7 +153,6 @@ def test_other_qtypes_reach_the_host_untouched(host):
 
 
 # -- a folder that was only copied or linked -------------------------------------------------------------------------
-
 HIDE_PIP = """
 import sys
 class Hide:
@@ -206,7 +200,6 @@ def test_extension_that_cannot_start_is_left_out(host, monkeypatch, caplog, caps
 
 
 # -- whole jobs: what is trained -------------------------------------------------------------------------------------
-
 BLOCK_LINEARS = {
     f"{blocks}.0.attn.{name}"
     for blocks in ("transformer_blocks", "single_transformer_blocks")
@@ -319,8 +312,6 @@ def test_config_of_a_job_does_not_reach_the_next_which_says_in_one_line_each_wha
 
 
 # -- the optimizer of a resume ---------------------------------------------------------------------------------------
-
-
 def test_failed_resume_ends_the_run(host, monkeypatch, capsys):
     from coat_core.optim import FP8AdamW
 
@@ -339,7 +330,6 @@ def test_failed_resume_ends_the_run(host, monkeypatch, capsys):
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
-
 AT = r"config\.process\[0\]\."
 REFUSED = {
     "unknown key of ours": ({"coat": {"enabeld": True}}, r"coat\.enabeld: .*'enabled'"),

@@ -173,14 +173,9 @@ for name in {key.rpartition(".")[0] for key in state}:
 
 
 # -- what users combine with COAT: the table of docs/ai-toolkit.md has the same rows ----------------------------------
-
 # name → (changes of the job, flow of its blocks, words that the job prints)
 COMBINATIONS: dict[str, tuple[dict[str, Any], str, str]] = {
-    "LoKr": (
-        {"network": {"type": "lokr", "linear": 4, "lokr_full_rank": False, "lokr_factor": 8}},
-        "fused",
-        "",
-    ),
+    "LoKr": ({"network": {"type": "lokr", "linear": 4, "lokr_full_rank": False, "lokr_factor": 8}}, "fused", ""),
     "full-rank LoKr": ({"network": {"type": "lokr", "lokr_factor": 8}}, "fused", ""),
     "DoRA": ({"network": {"type": "dora", "linear": 4}}, "generic", "dora"),
     "EMA": ({"train.ema_config": {"use_ema": True, "ema_decay": 0.9}}, "fused", ""),

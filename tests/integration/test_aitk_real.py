@@ -143,7 +143,6 @@ def test_every_block_is_fused_with_several_images(checkout):
 
 
 # -- kills and stops -------------------------------------------------------------------------------------------------
-
 AVERAGE = {"use_ema": True, "ema_decay": 0.9}
 
 
@@ -278,7 +277,6 @@ def test_a_job_stopped_at_every_moment_of_a_step_ends_as_the_one_that_was_not(ch
 
 
 # -- held-out photos and the live page -------------------------------------------------------------------------------
-
 OUT = ["01_striped_red.jpg", "07_plain_orange.jpg"]
 
 

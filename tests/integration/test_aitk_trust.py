@@ -99,8 +99,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # -- resume ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_run_that_was_cut_ends_as_the_one_that_was_not(host, monkeypatch, capsys, whole, workers):
     datasets = [{**make_entry(host.root, "any")["datasets"][0], "num_workers": workers}]
@@ -253,7 +251,6 @@ def test_a_damaged_byte_falls_back_to_the_older_state(host, capsys, whole):
 
 
 # -- stops: by whom and whenever, as Ctrl+C ends a run ----------------------------------------------------------------
-
 AT = 3  # stopped in the fourth step, which saves and samples
 SAMPLES = {"sample": {"sample_every": AT}}
 MOMENTS = {  # moment → module, class, method, and how the run is stopped when it is called
@@ -262,12 +259,7 @@ MOMENTS = {  # moment → module, class, method, and how the run is stopped when
     "in the optimizer": ("coat_core.optim", "FP8AdamW", "step", "SIGHUP"),
     "in the save": ("toolkit.lora_special", "LoRASpecialNetwork", "save_weights", "stop"),
     "while sampling": ("jobs.process.BaseSDTrainProcess", "BaseSDTrainProcess", "sample_step_hook", "stop"),
-    "between two steps": (
-        "jobs.process.BaseSDTrainProcess",
-        "BaseSDTrainProcess",
-        "end_step_hook",
-        "return_to_queue",
-    ),
+    "between two steps": ("jobs.process.BaseSDTrainProcess", "BaseSDTrainProcess", "end_step_hook", "return_to_queue"),
 }
 
 
@@ -328,8 +320,6 @@ def test_a_stop_while_the_samples_before_training_are_made(host, capsys, whole):
 
 
 # -- saves -----------------------------------------------------------------------------------------------------------
-
-
 def test_save_that_fails_leaves_the_one_before(host, monkeypatch):
     write, calls = torch.save, []
 
@@ -375,8 +365,6 @@ def test_old_saves_are_cleaned_up_and_the_newest_is_found(host, capsys):
 
 
 # -- guard and memory ------------------------------------------------------------------------------------------------
-
-
 def test_one_nan_is_skipped_and_counted(host, monkeypatch, capsys):
     _at_step(host, monkeypatch, 2, lambda loss: loss * torch.nan)
     host.run(**_entry())
@@ -425,8 +413,6 @@ def test_out_of_memory_is_tried_again_with_more_recomputation_or_ends_the_run(ho
 
 
 # -- photos ----------------------------------------------------------------------------------------------------------
-
-
 def test_misread_photos_are_read_from_copies_and_others_end_the_run(host, monkeypatch):
     folder = Path(make_entry(host.root, "any")["datasets"][0]["folder_path"])
     exif = Image.Exif()
@@ -508,8 +494,6 @@ def test_a_list_may_be_the_only_data_set_and_is_compared_at_a_resume(host):
 
 
 # -- the live page ---------------------------------------------------------------------------------------------------
-
-
 def test_the_live_page_samples_saves_and_stops_between_steps(host, monkeypatch, capsys, whole):
     prompts = {"sample": {"sampler": "flowmatch", "prompts": ["a sks shirt"], "sample_every": 100}}
 

@@ -233,8 +233,6 @@ def test_nvfp4_layers_are_fused_and_have_names():
 
 
 # -- adapters ---------------------------------------------------------------------------------------------------------
-
-
 K, R = 64, 8
 COAT = COATConfig.from_dict({"activation": {"linear_granularity": "per_row"}})
 

@@ -90,8 +90,6 @@ def cache_files(folder, kind="*"):
 
 
 # -- encoding ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("prompt", ["", "dress, " * 60])
 def test_prompts_are_encoded_as_the_diffusers_pipeline_does(model, encoders, prompt, caplog):
     parts = {"transformer": None, "vae": None, "text_encoder": encoders.clip, "text_encoder_2": encoders.t5}
@@ -122,8 +120,6 @@ def test_text_encoders_that_do_not_fit_come_one_layer_at_a_time_with_the_same_bi
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
-
-
 def test_batch_shapes_and_contents(folder, vae, encoders):
     dataset = make(folder, vae, encoders)
     for order in islice(BucketBatchSampler(dataset.samples, 2), 6):
@@ -197,8 +193,6 @@ def test_shuffled_captions_differ_between_draws(folder, vae, encoders):
 
 
 # -- the caches --------------------------------------------------------------------------------------------------------
-
-
 def test_a_second_run_encodes_nothing_also_with_renamed_and_touched_files(folder, vae, encoders, monkeypatch):
     before = first_batches(make(folder, vae, encoders, **CACHED, caption_dropout_rate=0.5))
     for path in [*folder.glob("*.png"), *folder.glob("*.txt")]:
@@ -301,8 +295,6 @@ def test_an_unusable_vae_is_an_error(folder, encoders, model):
 
 
 # -- masks -------------------------------------------------------------------------------------------------------------
-
-
 def test_masks_of_a_batch_have_mean_1_a_missing_one_is_black_unless_all_are(folder, vae, encoders, tmp_path_factory):
     masks = tmp_path_factory.mktemp("masks")
     left = Image.new("L", (64, 64), 0)

@@ -182,7 +182,6 @@ def test_the_first_step_tries_and_times_attention(monkeypatch, caplog):
 
 
 # --- FP8 GEMMs ---
-
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LAYOUTS = {
     "rows": lambda m, k, dtype: torch.empty(m, k, dtype=dtype, device="cuda"),
@@ -256,8 +255,6 @@ def test_auto_is_timed_on_the_card_before_the_load(monkeypatch):
 
 
 # --- blocks of other models ---
-
-
 LAUNCHES = {"SingleBlock": (1, 1, 1), "StreamBlock": (1, 2, 2), "last": (2, 3, 2), "DoubleBlock": (2, 4, 4)}
 
 
@@ -304,8 +301,6 @@ def test_a_trained_linear_casts_its_weight_once_and_in_every_graph(monkeypatch):
 
 
 # -- what is in CPU memory: `memory.stream_blocks` and `optimizer.offload` --------------------------------------------
-
-
 @pytest.mark.parametrize("memory", [{}, {"memory.checkpointing": "all"}], ids=["kept", "recomputed"])
 def test_codes_are_copied_while_blocks_run(memory, monkeypatch):
     """Copies and products wait for each other, and the host for neither; in a capture as well."""

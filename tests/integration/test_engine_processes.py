@@ -134,8 +134,6 @@ def assert_near(run: Path, other: Path, rtol: float) -> None:
 
 
 # -- a LoRA ------------------------------------------------------------------------------------------------------------
-
-
 def assert_same_lora(run: Path, other: Path) -> None:
     """Within fp32 rounding; the LoRAs are the two folders' only ones without a step in their names."""
     assert_near(run, other, tolerances.PROCESSES_LOSS_RTOL)
@@ -200,8 +198,6 @@ def test_a_killed_process_ends_all_with_one_message(place):
 
 
 # -- full fine-tuning --------------------------------------------------------------------------------------------------
-
-
 def assert_same_files(run: Path, other: Path) -> None:
     folders = newest_set(run), newest_set(other)
     names = [sorted(path.relative_to(folder) for path in folder.rglob("*")) for folder in folders]

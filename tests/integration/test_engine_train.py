@@ -305,8 +305,6 @@ def test_streamed_weights_change_no_bit_of_a_run_that_is_killed_and_resumed(plac
 
 
 # -- Weights & Biases: offline for real, missing, and broken --------------------------------------------------------
-
-
 @pytest.fixture
 def logged(place: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     pytest.importorskip("wandb")

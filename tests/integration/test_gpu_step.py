@@ -50,11 +50,7 @@ def test_replayed_steps_train_as_eager_ones(tmp_path):
     """A run of the stand-alone trainer with its steps as CUDA graphs, which are compared with eager ones on the way."""
     places = {"model": make_tiny_flux(tmp_path / "model"), "images": write_images(tmp_path / "images")}
     found = {}
-    for name, graphs, stream in (
-        ("none", "never", 0),
-        ("cudagraphs", "auto", 0),
-        ("streamed", "auto", "all"),
-    ):
+    for name, graphs, stream in (("none", "never", 0), ("cudagraphs", "auto", 0), ("streamed", "auto", "all")):
         memory = {"checkpointing": "none", "stream_blocks": stream}
         coat = {"memory": memory, "speed": {"measure": "never", "cuda_graphs": graphs}, "fallback": "error"}
         train = {"steps": 16, "ema_config": {"use_ema": True}, "lr_scheduler": "linear"}

@@ -108,8 +108,6 @@ def whole(path: Path, dtype: torch.dtype, coat: COATConfig | None = None) -> nn.
 
 
 # -- what is loaded ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("name", "dtype"), [("shards", BF16), ("one file", FP32), ("FLUX.2", BF16)], ids=str)
 def test_every_tensor_is_what_diffusers_loads(models, name, dtype):
     expected = whole(folder_of(models, name), dtype)
@@ -196,8 +194,6 @@ def test_a_model_in_the_hub_s_cache(models, tmp_path, monkeypatch):
 
 
 # -- one file --------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def wide() -> FluxTransformer2DModel:
     """As wide as a block of GGUF's Q4_K."""
@@ -327,8 +323,6 @@ def test_check_and_plan_say_what_a_file_is_and_no_command_takes_a_bad_one(mini, 
 
 
 # -- damaged and foreign weights ---------------------------------------------------------------------------------------
-
-
 QKV = "double_blocks.0.img_attn.qkv"
 
 

@@ -277,7 +277,6 @@ def test_disk_of_a_run(place, monkeypatch):
 
 
 # -- what the start table and `plan` say of a shipped config's flow is what its blocks do, at its own batch size -------
-
 # of the shipped configs those whose blocks differ on a CPU: 12gb is 8gb, 16gb the first in nvfp4, 80gb the first
 NAMES = ("coat", "coat_8gb", "tiny")
 CONFIGS = [ROOT / "configs" / f"flux_clothing_{name}.yaml" for name in NAMES]

@@ -70,8 +70,6 @@ def train(name: str, place: dict[str, Path], steps: int) -> Path:
 
 
 # -- precision ---------------------------------------------------------------------------------------------------------
-
-
 def rows_of(run: Path) -> list[CastPrecision]:
     return read_rows(run / "coat" / "precision.csv")
 
@@ -156,8 +154,6 @@ def test_ai_toolkit_writes_the_same_files_and_keeps_layers_below_the_minimum_out
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
-
-
 def read(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "memory.json").read_text(encoding="utf-8"))
 

@@ -200,10 +200,7 @@ def _zeros_and_extremes(grads: list[Tensor]) -> None:
 @pytest.mark.triton
 @pytest.mark.parametrize(
     "stored",
-    [
-        {"expanded": False, "steps": 1},
-        *({"drawn": True, "steps": 1}, {"drawn": True, "formats": INTEGERS, "steps": 1}),
-    ],
+    [{"expanded": False, "steps": 1}, *({"drawn": True, "steps": 1}, {"drawn": True, "formats": INTEGERS, "steps": 1})],
     ids=str,
 )
 @pytest.mark.parametrize("spoil", [_nan_and_inf, _zeros_and_extremes])

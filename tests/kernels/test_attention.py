@@ -141,8 +141,6 @@ def test_gpu_kernels_take_these_arguments(kernel, monkeypatch):
 
 
 # -- by name ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_kernel_in_use_is_taken_for_tensors_like_those_it_was_named_for():
     q, k, v = qkv(torch.device("cpu"))
     assert chosen_kernel(q, k, v) == "flash_cpu"

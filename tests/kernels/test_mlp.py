@@ -186,8 +186,6 @@ def test_halves_of_two_linears_have_adapters_of_their_own(rank, by, device):
 
 
 # -- kernels: interpreted on a CPU ------------------------------------------------------------------------------------
-
-
 @pytest.mark.triton
 @pytest.mark.parametrize(
     "case",
@@ -356,8 +354,6 @@ def test_groups_across_the_halves_are_the_references(device):
 
 
 # -- the gradient of a down-projection
-
-
 def gradient_arguments(
     s: int, rank: int, d: int, f: int, group: int, dtype: torch.dtype = FP32, dtype_down: torch.dtype = FP32
 ) -> tuple[Any, ...]:

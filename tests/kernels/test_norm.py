@@ -138,8 +138,6 @@ def test_the_residuals_gradient_is_added_before_the_one_rounding():
 
 
 # -- kernels: interpreted on a CPU ------------------------------------------------------------------------------------
-
-
 def norm_calls(norm: str) -> Iterator[tuple[Any, tuple[Any, ...], float]]:
     """Of the three kernels, and how far of a row their results may be from the references'.
 
@@ -191,8 +189,6 @@ def test_kernels_follow_the_references(norm, device):
 
 
 # -- gate and residual -------------------------------------------------------------------------------------------------
-
-
 def gate_tensors(shape: tuple[int, ...] = SHAPE, layout: str = "slice", dtype: torch.dtype = FP32) -> list[Tensor]:
     """Residual or grad, gate (one chunk of several), result: rows of every kind, or small whole numbers."""
     b, _, d = shape

@@ -132,7 +132,6 @@ def test_codes_that_are_not_their_values_are_seen(monkeypatch):
 
 
 # --- in another process ---
-
 BREAK = """
 import importlib.util, os, signal, sys, time
 
@@ -214,8 +213,6 @@ def test_a_process_that_does_not_start_says_nothing_of_kernels(tmp_path, monkeyp
 
 
 # --- in a step ---
-
-
 def test_a_kernel_that_fails_in_a_step_is_replaced_and_the_call_repeated(monkeypatch, caplog):
     x = torch.randn(4, 48)
     expected = _quantize._init_fn(x, "e4m3", "per_row", 16, None)

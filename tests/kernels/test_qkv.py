@@ -179,8 +179,6 @@ def test_images_may_have_angles_of_their_own(by, device):
 
 
 # -- kernels: interpreted on a CPU ------------------------------------------------------------------------------------
-
-
 @pytest.mark.triton
 @pytest.mark.parametrize(
     ("s", "heads", "d", "form", "group"),

@@ -11,62 +11,51 @@ from coat_core.config import ExpansionConfig, FP8QuantizationConfig
 from coat_core.optim import FP8AdamW
 from coat_core.optim.state import MOMENTS, storages
 from tests.helpers.asserts import assert_bitwise
-from tests.optim.common import (
-    CONFIGS,
-    assert_same,
-    copies,
-    make_params,
-    params_of,
-    quantize_like,
-    read_back,
-    run,
-    stored,
-    through_file,
-)
+from tests.optim import common
 
 SHAPES = [(16, 20), (7,), (129,), (), (0, 4)]
 
 
 def trained(config: FP8QuantizationConfig, dtype: torch.dtype = torch.float32) -> FP8AdamW:
-    params = make_params(SHAPES, dtype)
+    params = common.make_params(SHAPES, dtype)
     optimizer = FP8AdamW(params, fp8_config=config, seed=2**40 + 3)  # which is in the file
-    run(optimizer, params, range(3))
+    common.run(optimizer, params, range(3))
     return optimizer
 
 
 def resumed(optimizer: torch.optim.Optimizer, config: FP8QuantizationConfig) -> FP8AdamW:
-    twin = FP8AdamW(copies(params_of(optimizer)), fp8_config=config)
-    twin.load_state_dict(through_file(optimizer.state_dict()))
+    twin = FP8AdamW(common.copies(common.params_of(optimizer)), fp8_config=config)
+    twin.load_state_dict(common.through_file(optimizer.state_dict()))
     return twin
 
 
 def run_both(*optimizers: torch.optim.Optimizer) -> None:
     for optimizer in optimizers:
-        run(optimizer, params_of(optimizer), range(3, 6))
+        common.run(optimizer, common.params_of(optimizer), range(3, 6))
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, torch.float32) for name in CONFIGS), ("drawn", torch.bfloat16), ("drawn", torch.float16)],
+    [*((name, torch.float32) for name in common.CONFIGS), ("drawn", torch.bfloat16), ("drawn", torch.float16)],
 )
 def test_continuation_is_bitwise_equal(name, dtype, caplog):
-    config = CONFIGS.get(name, FP8QuantizationConfig(stochastic_rounding=True))
+    config = common.CONFIGS.get(name, FP8QuantizationConfig(stochastic_rounding=True))
     optimizer = trained(config, dtype)
     twin = resumed(optimizer, config)
     twin.load_state_dict(twin.state_dict())  # as accelerate's prepare does
     twin.load_state_dict(optimizer.state_dict())  # whose memory it does not share
-    assert_same(optimizer, twin)
+    common.assert_same(optimizer, twin)
     torch.manual_seed(123)  # of no use to draws
     run_both(optimizer, twin)
-    assert_same(optimizer, twin)
+    common.assert_same(optimizer, twin)
     assert not caplog.records
 
 
 def test_group_values_come_from_the_file_but_fp8_and_parameters_do_not():
-    optimizer = trained(CONFIGS["block_16"])
+    optimizer = trained(common.CONFIGS["block_16"])
     optimizer.param_groups[0].update(lr=0.5, weight_decay=0.25)
-    twin = FP8AdamW(params := copies(params_of(optimizer)), fp8_config=CONFIGS["default"])
-    twin.load_state_dict(through_file(optimizer.state_dict()))
+    twin = FP8AdamW(params := common.copies(common.params_of(optimizer)), fp8_config=common.CONFIGS["default"])
+    twin.load_state_dict(common.through_file(optimizer.state_dict()))
     group = twin.param_groups[0]
     assert (group["lr"], group["weight_decay"]) == (0.5, 0.25)
     assert group["params"][0] is params[0]
@@ -90,84 +79,84 @@ CHANGES = [
 
 @pytest.mark.parametrize(("old", "new"), CHANGES)
 def test_a_change_of_storage_requantizes_and_says_so_once(old, new, caplog):
-    optimizer = trained(CONFIGS[old])
-    twin = resumed(optimizer, CONFIGS[new])
+    optimizer = trained(common.CONFIGS[old])
+    twin = resumed(optimizer, common.CONFIGS[new])
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    before, after = storages(CONFIGS[old]), storages(CONFIGS[new])
+    before, after = storages(common.CONFIGS[old]), storages(common.CONFIGS[new])
     for name in MOMENTS:
         change = f"{name}: {before[name].describe()} -> {after[name].describe()}, "
         assert (change in caplog.text) == (before[name] != after[name])
-    for a, b in zip(params_of(optimizer), params_of(twin), strict=True):
-        values = {name: read_back(name, optimizer.state[a], before) for name in MOMENTS}
+    for a, b in zip(common.params_of(optimizer), common.params_of(twin), strict=True):
+        values = {name: common.read_back(name, optimizer.state[a], before) for name in MOMENTS}
         for name in MOMENTS:
             if before[name] == after[name]:
-                expected = stored(name, optimizer.state[a])
+                expected = common.stored(name, optimizer.state[a])
             elif after[name].format is None or not a.numel():
                 expected = values[name].to(after[name].dtype)
             else:
-                codes, *_ = quantize_like(name, *values.values(), after[name])
+                codes, *_ = common.quantize_like(name, *values.values(), after[name])
                 expected = codes.reshape(-1)[: a.numel()].reshape(a.shape)
-            assert_bitwise(stored(name, twin.state[b]), expected)
+            assert_bitwise(common.stored(name, twin.state[b]), expected)
         assert twin.state[b]["step"].item() == 3.0
     run_both(twin)
-    assert all(param.isfinite().all() for param in params_of(twin))
+    assert all(param.isfinite().all() for param in common.params_of(twin))
     caplog.clear()
-    resumed(twin, CONFIGS[new])
+    resumed(twin, common.CONFIGS[new])
     assert not caplog.records
 
 
 def test_other_expansion_constants_keep_the_codes(caplog):
-    optimizer = trained(CONFIGS["default"])
+    optimizer = trained(common.CONFIGS["default"])
     other = FP8QuantizationConfig(expansion=ExpansionConfig(range_fraction=1.0, exponent_step=0.0))
-    assert_same(optimizer, resumed(optimizer, other))
+    common.assert_same(optimizer, resumed(optimizer, other))
     assert not caplog.records
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["default", "unquantized"])
 def test_adamw_file_is_taken_over(dtype, name, caplog):
-    adamw = torch.optim.AdamW(make_params(SHAPES, dtype), lr=3e-4, foreach=False)
-    run(adamw, params_of(adamw), range(3))
-    twin = resumed(adamw, CONFIGS[name])
+    adamw = torch.optim.AdamW(common.make_params(SHAPES, dtype), lr=3e-4, foreach=False)
+    common.run(adamw, common.params_of(adamw), range(3))
+    twin = resumed(adamw, common.CONFIGS[name])
     assert ("exp_avg: fp32 -> e4m3 (block 128, expanded), re-quantized" in caplog.text) == (name == "default")
-    assert set(twin.param_groups[0]) == set(FP8AdamW(make_params()).param_groups[0])
+    assert set(twin.param_groups[0]) == set(FP8AdamW(common.make_params()).param_groups[0])
     assert twin.param_groups[0]["lr"] == 3e-4
     if name == "unquantized":
-        for a, b in zip(params_of(adamw), params_of(twin), strict=True):
+        for a, b in zip(common.params_of(adamw), common.params_of(twin), strict=True):
             assert_bitwise(twin.state[b]["exp_avg"], adamw.state[a]["exp_avg"].float())
     run_both(adamw, twin)
-    assert twin.state[params_of(twin)[0]]["step"].item() == 6.0
+    assert twin.state[common.params_of(twin)[0]]["step"].item() == 6.0
     if name == "unquantized":
         assert not caplog.records
         if dtype == torch.float32:
-            assert_same(adamw, twin)
+            common.assert_same(adamw, twin)
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGS.keys() - {"unquantized"}))
+@pytest.mark.parametrize("name", sorted(common.CONFIGS.keys() - {"unquantized"}))
 def test_adamw_fails_at_its_first_step_with_8_bit_moments(name):
-    optimizer = trained(CONFIGS[name])
-    adamw = torch.optim.AdamW(copies(params_of(optimizer)))
-    adamw.load_state_dict(through_file(optimizer.state_dict()))
+    optimizer = trained(common.CONFIGS[name])
+    adamw = torch.optim.AdamW(common.copies(common.params_of(optimizer)))
+    adamw.load_state_dict(common.through_file(optimizer.state_dict()))
     with pytest.raises(KeyError, match=r"'exp_avg(_sq)?'"):
-        run(adamw, params_of(adamw), range(3, 4))
+        common.run(adamw, common.params_of(adamw), range(3, 4))
 
 
 def test_adamw_takes_over_moments_in_fp32():
-    optimizer = trained(CONFIGS["unquantized"])
-    adamw = torch.optim.AdamW(copies(params_of(optimizer)), foreach=False)
-    adamw.load_state_dict(through_file(optimizer.state_dict()))
+    optimizer = trained(common.CONFIGS["unquantized"])
+    adamw = torch.optim.AdamW(common.copies(common.params_of(optimizer)), foreach=False)
+    adamw.load_state_dict(common.through_file(optimizer.state_dict()))
     adamw.param_groups[0].update(foreach=False)  # which the file does not say
     run_both(optimizer, adamw)
-    assert_same(optimizer, adamw)
+    common.assert_same(optimizer, adamw)
 
 
 def test_state_of_parameters_that_had_no_gradient_may_be_missing():
-    params = make_params(SHAPES)
+    params = common.make_params(SHAPES)
     optimizer = FP8AdamW(params)
-    run(optimizer, params[:2], range(3))
-    twin = resumed(optimizer, CONFIGS["default"])
+    common.run(optimizer, params[:2], range(3))
+    twin = resumed(optimizer, common.CONFIGS["default"])
     run_both(twin)
-    assert [twin.state[param]["step"].item() for param in params_of(twin)] == [6.0, 6.0, 3.0, 3.0, 3.0]
+    assert [twin.state[param]["step"].item() for param in common.params_of(twin)] == [6.0, 6.0, 3.0, 3.0, 3.0]
 
 
 CODES, RATIOS = (torch.zeros(16, 20, dtype=dtype) for dtype in (torch.float8_e4m3fn, torch.int8))
@@ -216,11 +205,11 @@ DAMAGE = {  # what the message must name
 @pytest.mark.parametrize("case", DAMAGE)
 def test_a_file_that_does_not_fit_is_refused_and_nothing_changes(case, caplog):
     damage, message = DAMAGE[case]
-    optimizer, before = trained(CONFIGS["default"]), trained(CONFIGS["default"])
-    file = through_file(optimizer.state_dict())
+    optimizer, before = trained(common.CONFIGS["default"]), trained(common.CONFIGS["default"])
+    file = common.through_file(optimizer.state_dict())
     damage(file)
     with pytest.raises(ValueError, match=re.escape(message)):
         optimizer.load_state_dict(file)
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
-    assert_same(optimizer, before)
+    common.assert_same(optimizer, before)
     assert optimizer.state_dict()["param_groups"] == before.state_dict()["param_groups"]

@@ -59,8 +59,6 @@ def test_the_start_line_names_how_each_moment_is_stored():
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["amsgrad", "foreach", "differentiable", "fused"])
 def test_torch_options_are_refused_by_name_when_on(name):
     with pytest.raises(ValueError, match=rf"{name}=True: not supported by FP8AdamW"):

@@ -15,16 +15,7 @@ from coat_core.ops.adamw import chunks
 from coat_core.optim import FP8AdamW
 from coat_core.optim.state import read_state, storages
 from tests.helpers.operators import bits
-from tests.optim.common import (
-    CONFIGS,
-    UNQUANTIZED,
-    assert_same,
-    make_params,
-    nearest,
-    params_of,
-    run,
-    set_grads,
-)
+from tests.optim.common import CONFIGS, UNQUANTIZED, assert_same, make_params, nearest, params_of, run, set_grads
 
 STOCHASTIC = FP8QuantizationConfig(stochastic_rounding=True)
 
@@ -140,7 +131,6 @@ def test_the_cost_of_a_step_does_not_grow_with_the_parameters(monkeypatch):
 
 
 # -- draws: exp_avg_sq does not drift, and they depend on nothing else -------------------------------------------------
-
 STORED: dict[str, dict[str, Any]] = {
     "e4m3": {},
     "plain": {"use_dynamic_range_expansion": False},

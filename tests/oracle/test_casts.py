@@ -98,7 +98,6 @@ def test_fp32_ties_and_their_neighbours_equal_exact_arithmetic(fmt, device):
 
 
 # -- stochastic ----------------------------------------------------------------------------------------------------
-
 DTYPES = [torch.bfloat16, torch.float16]
 
 # (dtype, lower neighbour, upper neighbour): ordinary values, both sides of a power of two, fp16's subnormals and the

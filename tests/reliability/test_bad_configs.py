@@ -55,7 +55,6 @@ def test_a_bad_file_is_one_error(suffix, content, where, says, tmp_path):
 
 
 # -- valid configs, mutated ------------------------------------------------------------------------------------------
-
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 JOBS: tuple[dict[str, Any], ...] = (job_with(), *(load_job_yaml(path) for path in CONFIGS))
 Path_ = tuple[Any, ...]

@@ -56,8 +56,6 @@ def contents(folder: Path) -> dict[str, Any]:
 
 
 # -- every file operation of a save ----------------------------------------------------------------------------------
-
-
 class OneSave:
     """A session with one step saved and a second one done, whose save is then tried in children."""
 
@@ -257,8 +255,6 @@ def test_a_disk_that_fills_up_within_a_file_is_told(one_save):
 
 
 # -- random moments of whole runs ------------------------------------------------------------------------------------
-
-
 def results(run: Path) -> dict[str, Any]:
     folder = newest_set(run)
     return {name: content(folder / name) for name in ("optimizer.pt", "lora.safetensors", "ema.safetensors")}

@@ -104,8 +104,6 @@ def big_job(**coat: Any) -> JobConfig:
 
 
 # --- a step that fails, and is tried again ---
-
-
 @pytest.fixture(scope="module")
 def recomputing() -> Training:
     """One step with every block recomputed."""
@@ -173,8 +171,6 @@ def test_a_later_larger_picture_does_not_take_the_choice_back():
 
 
 # --- the explanation ---
-
-
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """A GPU of 24 GB: 15 of them in tensors, 18 reserved, 20.5 taken by all processes."""
@@ -279,8 +275,6 @@ def test_an_explanation_that_fails_says_so_and_goes_on(card, monkeypatch):
 
 
 # --- the stand-alone trainer ---
-
-
 def run_lora(name: str, place: dict[str, Path], checkpointing: str) -> dict[str, Tensor]:
     coat = {**EXACT, "memory": {**EXACT["memory"], "checkpointing": checkpointing, "log_memory_stats": False}}
     train = {"steps": 2, "gradient_checkpointing": True}

@@ -164,8 +164,6 @@ def test_a_second_interrupt_ends_at_once(place, at_step, monkeypatch):
 
 
 # -- another run -----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def base(place: dict[str, Path]) -> Path:
     return train("base", place, coat={}, train={"steps": 2, "gradient_checkpointing": True})
@@ -298,8 +296,6 @@ def test_auto_times_once_and_a_resumed_run_keeps_its_format(ms, taken, place, mo
 
 
 # -- steps that go wrong ---------------------------------------------------------------------------------------------
-
-
 def test_a_step_that_is_not_finite_is_skipped_and_samples_that_cannot_be_written_do_not_end_the_run(
     place, monkeypatch, capsys
 ):
@@ -341,8 +337,6 @@ def test_redrawn_photos_have_the_same_fidelity_after_a_kill(place, killed_at, ca
 
 
 # --- masks and regularization ---
-
-
 def paint_masks(folder: Path, photos: Path) -> Path:
     """A mask for each photo, of its size: a box that differs from photo to photo."""
     folder.mkdir(exist_ok=True)

@@ -8,22 +8,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from coat_flux.bench import limits
 from coat_flux.bench.count import MODULATION, OUTSIDE, UPDATE, Launch, Recorder, as_compiled, bound_of, count_step
-from coat_flux.bench.limits import (
-    BANDWIDTH_SHARE,
-    ENOUGH_WARPS,
-    HEAD_DIM,
-    ISSUE_SHARE,
-    ISSUED,
-    LAUNCH_MS,
-    RATE_SHARES,
-    ROWS,
-    Geometry,
-    issue,
-    kernel_ms,
-    key_of,
-    source_digest,
-)
 from coat_flux.bench.runner import COUNT, named
 from coat_flux.cli import main
 from coat_flux.config.coat import COATConfig
@@ -52,7 +38,7 @@ PRODUCTS = {"double": 8, "single": 2}  # FP8 GEMMs of a block in each direction
 @pytest.fixture(scope="module")
 def step() -> Recorder:
     row = named(COUNT)["coat_transposed"]
-    return count_step(COATConfig.from_dict(dict(row.coat or {})), Geometry(), 512)
+    return count_step(COATConfig.from_dict(dict(row.coat or {})), limits.Geometry(), 512)
 
 
 def test_a_step_has_no_more_launches_than_before(step):
@@ -67,7 +53,7 @@ def test_a_step_has_no_more_launches_than_before(step):
 
 def test_int8_takes_the_launches_and_bytes_of_fp8(step):
     config = COATConfig.from_dict(dict(named(COUNT)["coat_transposed"].coat or {})).with_weights_in("int8")
-    in_int8 = count_step(config, Geometry(), 512)
+    in_int8 = count_step(config, limits.Geometry(), 512)
     sums = [[0, 0], [0, 0]]
     for counted, total in zip((step, in_int8), sums, strict=True):
         for launch in counted.launches:
@@ -85,9 +71,9 @@ def test_a_step_is_modelled_to_take_no_longer(step):
     ms = by_bytes = 0.0
     for x in step.launches:
         times = step.times.get(x.region, 1)
-        without = kernel_ms(card, x.bytes, x.flops, x.kind, x.shape, x.count)
+        without = limits.kernel_ms(card, x.bytes, x.flops, x.kind, x.shape, x.count)
         by_bytes += without * times
-        ms += max(without, issue(card, x.launched)[0] if x.launched is not None else 0.0) * times
+        ms += max(without, limits.issue(card, x.launched)[0] if x.launched is not None else 0.0) * times
     assert ms <= HELD_MS
     assert by_bytes <= HELD_MS_BY_BYTES
 
@@ -95,20 +81,22 @@ def test_a_step_is_modelled_to_take_no_longer(step):
 @pytest.mark.parametrize("name", named(COUNT))
 def test_every_kernel_of_a_step_has_its_instructions(name):
     """If not: `python scripts/compile_kernels.py --instructions extensions/coat_flux/bench/instructions.tsv`."""
-    counted = count_step(COATConfig.from_dict(dict(named(COUNT)[name].coat or {})), Geometry(), 512)
+    counted = count_step(COATConfig.from_dict(dict(named(COUNT)[name].coat or {})), limits.Geometry(), 512)
     launches = {launch.part: launch.launched for launch in counted.launches if launch.launched is not None}
     assert len(launches) > 15
-    missing = {x.part for x in counted.launches if x.launched is not None and key_of(x.launched) not in ROWS}
+    missing = {
+        x.part for x in counted.launches if x.launched is not None and limits.key_of(x.launched) not in limits.ROWS
+    }
     assert missing == set()
-    fewest = min(issue(MODELLED["h200"], launched)[1] for launched in launches.values())
+    fewest = min(limits.issue(MODELLED["h200"], launched)[1] for launched in launches.values())
     assert fewest >= 4, "a program has four warps"
 
 
 def test_instructions_are_of_the_kernels_as_they_are():
     """If not: `python scripts/compile_kernels.py --instructions extensions/coat_flux/bench/instructions.tsv`."""
     kernels = {name: value for module in launcher_modules() for name, value in vars(module).items()}
-    digests = {name: source_digest(kernels[name]) for name in {name for name, _ in ROWS}}
-    assert {name for (name, _), row in ROWS.items() if row["source"] != digests[name]} == set()
+    digests = {name: limits.source_digest(kernels[name]) for name in {name for name, _ in limits.ROWS}}
+    assert {name for (name, _), row in limits.ROWS.items() if row["source"] != digests[name]} == set()
 
 
 def test_a_launch_issues_what_its_row_says(monkeypatch):
@@ -117,30 +105,30 @@ def test_a_launch_issues_what_its_row_says(monkeypatch):
     kernel.arg_names = ["x", "K", "BLOCK"]
     launched = kernel, (10, 2), (torch.empty(0), 100), {"BLOCK": 32}
     for card in MODELLED.values():
-        assert issue(card, launched) == (LAUNCH_MS, 0)
+        assert limits.issue(card, launched) == (limits.LAUNCH_MS, 0)
         row = {"once": "300", "each": "50", "trips": "K/BLOCK", "warps": "4", "resident": "12"}
         with monkeypatch.context() as patch:
-            patch.setitem(ROWS, key_of(launched), row)
-            a_second = card.multiprocessors * ISSUED * ISSUE_SHARE * card.clock_ghz * 1e9
+            patch.setitem(limits.ROWS, limits.key_of(launched), row)
+            a_second = card.multiprocessors * limits.ISSUED * limits.ISSUE_SHARE * card.clock_ghz * 1e9
             expected = (300 + 50 * 4) * 4 * 20 / a_second * 1e3
-            assert issue(card, launched) == (pytest.approx(LAUNCH_MS + expected), 12)
+            assert limits.issue(card, launched) == (pytest.approx(limits.LAUNCH_MS + expected), 12)
     other = kernel, (10, 2), (torch.empty(0), 1), {"BLOCK": 32}  # a 1 is a constant of the machine code
-    assert len({key_of(launched), key_of(other), key_of((kernel, (1,), *launched[2:]))}) == 2
+    assert len({limits.key_of(launched), limits.key_of(other), limits.key_of((kernel, (1,), *launched[2:]))}) == 2
 
 
 def test_a_kernel_is_bound_by_what_takes_longer():
-    kernel = {"bytes_ms": 1.0, "issue_ms": 2.0, "bytes": 1.0, "flops": 3000.0, "resident_warps": ENOUGH_WARPS}
+    kernel = {"bytes_ms": 1.0, "issue_ms": 2.0, "bytes": 1.0, "flops": 3000.0, "resident_warps": limits.ENOUGH_WARPS}
     assert bound_of(kernel) == "issue"
     assert bound_of({**kernel, "bytes_ms": 3.0}) == "operations"
     assert bound_of({**kernel, "bytes_ms": 3.0, "flops": 30.0}) == "bytes"
-    assert "latency" in bound_of({**kernel, "resident_warps": ENOUGH_WARPS - 1})
+    assert "latency" in bound_of({**kernel, "resident_warps": limits.ENOUGH_WARPS - 1})
     assert "not counted" in bound_of({**kernel, "resident_warps": 0})
 
 
 def test_every_linear_multiplies_in_fp8_once_in_each_direction(step):
     found = Counter(launch.region for launch in step.launches if launch.part == "_scaled_mm")
     assert found == {region: PRODUCTS[region.split()[-2]] for region in step.times}
-    d, rows = Geometry().heads * HEAD_DIM, 1024 + 512
+    d, rows = limits.Geometry().heads * limits.HEAD_DIM, 1024 + 512
     single = sum(x.flops for x in step.launches if x.part == "_scaled_mm" and x.region == "single forward")
     assert single == 2 * rows * 12 * d * d
 
@@ -150,14 +138,18 @@ def test_the_host_reads_loss_and_norm_and_nothing_else(step):
 
 
 def test_a_launch_takes_the_longer_of_memory_and_arithmetic():
-    card = Card(1, "", 100.0 / RATE_SHARES["bf16"], gb_per_second=1000.0 / BANDWIDTH_SHARE, multiprocessors=132)
-    assert kernel_ms(card, 2e9, 0.0, "", None) == pytest.approx(2.0 + LAUNCH_MS)
+    card = Card(
+        1, "", 100.0 / limits.RATE_SHARES["bf16"], gb_per_second=1000.0 / limits.BANDWIDTH_SHARE, multiprocessors=132
+    )
+    assert limits.kernel_ms(card, 2e9, 0.0, "", None) == pytest.approx(2.0 + limits.LAUNCH_MS)
     assert set(MODELLED) == {"h100", "h200", "rtx3090", "rtx4090", "rtx5090"}
     full = (128 * 132, 256, 64)
-    assert kernel_ms(card, 1.0, 5e11, "bf16", full) == pytest.approx(5.0 + LAUNCH_MS)
+    assert limits.kernel_ms(card, 1.0, 5e11, "bf16", full) == pytest.approx(5.0 + limits.LAUNCH_MS)
     one_tile_more = (128 * 133, 256, 64)
     flops = 5e11 * 133 / 132
-    assert kernel_ms(card, 1.0, flops, "bf16", one_tile_more) == pytest.approx(2 * 5.0 * 3 / 4 / 0.9 + LAUNCH_MS)
+    assert limits.kernel_ms(card, 1.0, flops, "bf16", one_tile_more) == pytest.approx(
+        2 * 5.0 * 3 / 4 / 0.9 + limits.LAUNCH_MS
+    )
 
 
 def test_what_lies_between_products_is_fused():

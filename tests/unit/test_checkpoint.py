@@ -339,7 +339,6 @@ def test_a_folder_takes_one_process_at_a_time_and_a_killed_one_leaves_it_free(tm
 
 
 # -- where a run is saved ----------------------------------------------------------------------------------------------
-
 SPACE = SaveSpace(lora=100_000_000, state=300_000_000, loras=4)
 
 

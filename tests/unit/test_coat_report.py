@@ -27,8 +27,6 @@ CUDA = "cuda:0"
 
 
 # --- layers ---
-
-
 def test_rows_count_parts_with_the_same_treatment():
     report = CoatReport()
     with torch.device("meta"):
@@ -52,8 +50,6 @@ def test_a_row_can_be_added_and_replaced():
 
 
 # --- a model ---
-
-
 def rows_of(report: CoatReport) -> dict[str, TableRow]:
     return {row.part: row for row in report.parts() if not row.count}
 
@@ -99,7 +95,6 @@ def test_after_the_first_step_everything_is_known():
 
 
 # --- of a plan alone ---
-
 BLOCK = Block("single", 64, 2, 256, (("attn.to_q", 4),))
 STEP = Given((BLOCK,) * 4, ("FluxSingleTransformerBlock",) * 4, Tokens(1, 64, 64), device="cpu")
 
@@ -155,8 +150,6 @@ def test_on_a_gpu_kernels_are_named_and_each_fall_back_has_its_reason(
 
 
 # --- blocks that are not fused ---
-
-
 class FluxSingleTransformerBlock(transformer_flux.FluxSingleTransformerBlock):
     """A later diffusers whose block computes something else under the same names."""
 

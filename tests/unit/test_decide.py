@@ -82,8 +82,6 @@ def test_without_coat_diffusers_recomputes_everything_as_it_is():
 
 
 # -- transposed weights ------------------------------------------------------------------------------------------------
-
-
 def blocks_of(**activation: Any) -> list[nn.Module]:
     model, _, _ = coat_flux_model({"memory": {"checkpointing": "none"}, "activation": activation})
     return [*model.transformer_blocks, *model.single_transformer_blocks]

@@ -21,17 +21,7 @@ from coat_flux.saves.errors import ResumeError
 from coat_flux.saves.repair import saves_of
 from coat_flux.saves.state import restore_tensors
 from coat_flux.trainers.optimizer import advance, make_scheduler, restore_optimizer
-from coat_flux.trainers.standalone import saving
-from coat_flux.trainers.standalone.flow_matching import (
-    Objective,
-    bypassed_guidance,
-    draw_indices,
-    losses_of,
-    predict_velocity,
-    sample_losses,
-    sigma_table,
-    timestep_weights,
-)
+from coat_flux.trainers.standalone import flow_matching, saving
 from coat_flux.trainers.standalone.loading import ModelLoadError, load_encoders
 from coat_flux.trainers.standalone.network import LoraEMA, add_lora, lora_targets
 from coat_flux.trainers.standalone.workers import Workers
@@ -50,8 +40,6 @@ def test_seeds_differ_by_seed_stream_and_index():
 
 
 # -- the LoRA ----------------------------------------------------------------------------------------------------------
-
-
 def tiny_transformer(layers: int = 1, head_dim: int = 16, guidance: bool = True) -> FluxTransformer2DModel:
     rope = (head_dim // 4, 3 * head_dim // 8, 3 * head_dim // 8)
     sizes = {"num_layers": layers, "num_single_layers": 1, "attention_head_dim": head_dim, "num_attention_heads": 2}
@@ -129,8 +117,6 @@ def test_saved_tensors_that_do_not_fit_are_refused_before_any_is_copied():
 
 
 # -- its average -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [(torch.float32, {}), (torch.bfloat16, {"use_feedback": True, "param_multiplier": 0.999})],
@@ -163,8 +149,6 @@ def test_ema_has_the_bits_of_its_formula_and_is_taken_back_bit_for_bit(dtype, op
 
 
 # -- optimizers and schedules ------------------------------------------------------------------------------------------
-
-
 SCHEDULES = {
     "constant": ({}, [1, 1, 1, 1, 1]),
     "constant_with_warmup": ({"num_warmup_steps": 4}, [0, 0.25, 0.5, 0.75, 1]),
@@ -200,8 +184,6 @@ def test_restored_optimizer_keeps_state_and_the_configs_settings():
 
 
 # -- files and launches ------------------------------------------------------------------------------------------------
-
-
 def test_saves_are_known_by_their_names(tmp_path):
     names = [saving.save_name("run", step) for step in (500, 1000, 1500, None)]
     assert names[0] == "run_000000500.safetensors"
@@ -220,8 +202,6 @@ def test_weights_come_only_from_safetensors(tmp_path):
 
 
 # -- flow matching ----------------------------------------------------------------------------------------------------
-
-
 FLUX_SCHEDULER = {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15, "shift": 3.0}
 
 
@@ -230,7 +210,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def test_lognorm_blend_is_1000_descending_sigmas_a_quarter_of_them_linear():
-    table = sigma_table("lognorm_blend", tokens=256, generator=generator())
+    table = flow_matching.sigma_table("lognorm_blend", tokens=256, generator=generator())
     assert (table.shape, table.dtype) == ((1000,), torch.float32)
     assert (table.diff() <= 0).all()
     assert (table.min(), table.max()) == (0, 1)
@@ -240,7 +220,7 @@ def test_lognorm_blend_is_1000_descending_sigmas_a_quarter_of_them_linear():
 
 
 def test_linear_table_is_the_schedulers_training_schedule():
-    table = sigma_table("linear", tokens=1)
+    table = flow_matching.sigma_table("linear", tokens=1)
     torch.testing.assert_close(table, FlowMatchEulerDiscreteScheduler().sigmas, rtol=0, atol=tolerances.SIGMA_ATOL)
 
 
@@ -248,7 +228,7 @@ def test_linear_table_is_the_schedulers_training_schedule():
 def test_shift_is_inferences_own_shift_by_resolution(kind, tokens):
     scheduler = FlowMatchEulerDiscreteScheduler(**FLUX_SCHEDULER)
     before = scheduler.sigmas.clone()
-    table = sigma_table(kind, tokens=tokens, scheduler=scheduler)
+    table = flow_matching.sigma_table(kind, tokens=tokens, scheduler=scheduler)
     mu = torch.tensor(calculate_shift(tokens, 256, 4096, 0.5, 1.15), dtype=torch.float64)
     even = torch.linspace(1, 0.001, 1000, dtype=torch.float64)
     wanted = mu.exp() / (mu.exp() + (1 / even - 1))
@@ -257,7 +237,7 @@ def test_shift_is_inferences_own_shift_by_resolution(kind, tokens):
 
 
 def test_sigmoid_is_the_logit_normal_distribution():
-    table = sigma_table("sigmoid", tokens=1, generator=generator())
+    table = flow_matching.sigma_table("sigmoid", tokens=1, generator=generator())
     logits = torch.logit(table.double())
     bound = tolerances.STOCHASTIC_SIGMAS / 1000**0.5
     assert abs(logits.mean()) < bound
@@ -266,39 +246,39 @@ def test_sigmoid_is_the_logit_normal_distribution():
 
 def test_balanced_draw_is_uniform_below_max_and_that_index_where_min_is_max():
     train = TrainSection(min_denoising_steps=100, max_denoising_steps=200)
-    indices = draw_indices(train, 20_000, generator())
+    indices = flow_matching.draw_indices(train, 20_000, generator())
     assert (indices.min(), indices.max()) == (100, 199)
     counts = torch.bincount(indices - 100, minlength=100).double()
     assert (counts - 200).abs().max() < tolerances.STOCHASTIC_SIGMAS * 200**0.5
     train = TrainSection(min_denoising_steps=300, max_denoising_steps=300)
-    assert draw_indices(train, 5).tolist() == [300] * 5
+    assert flow_matching.draw_indices(train, 5).tolist() == [300] * 5
 
 
 def test_content_draws_high_noise_and_style_low_within_the_range():
-    table = sigma_table("linear", tokens=1)
+    table = flow_matching.sigma_table("linear", tokens=1)
     for kind, mean in (("content", 0.75), ("style", 0.25)):
-        indices = draw_indices(TrainSection(content_or_style=kind), 20_000, generator())
+        indices = flow_matching.draw_indices(TrainSection(content_or_style=kind), 20_000, generator())
         assert table[indices].mean() == pytest.approx(mean, abs=tolerances.CUBIC_MEAN_ATOL)
         train = TrainSection(content_or_style=kind, min_denoising_steps=100, max_denoising_steps=200)
-        indices = draw_indices(train, 20_000, generator())
+        indices = flow_matching.draw_indices(train, 20_000, generator())
         assert (indices.min(), indices.max()) == (100, 200)
 
 
 def test_step_types_use_evenly_spaced_indices():
     for kind, wanted in (("one_step", [0]), ("four_step", [0, 250, 500, 750])):
-        indices = draw_indices(TrainSection(timestep_type=kind), 200, generator())
+        indices = flow_matching.draw_indices(TrainSection(timestep_type=kind), 200, generator())
         assert sorted(set(indices.tolist())) == wanted
 
 
 def test_weights_are_a_bell_of_mean_one_or_its_half():
-    bell = timestep_weights(TrainSection(linear_timesteps=True))
-    half = timestep_weights(TrainSection(linear_timesteps2=True))
+    bell = flow_matching.timestep_weights(TrainSection(linear_timesteps=True))
+    half = flow_matching.timestep_weights(TrainSection(linear_timesteps2=True))
     assert bell.mean() == pytest.approx(1)
     assert bell.argmax() == 500
     assert bell[0] == 0
     assert_bitwise(half[:500], bell[:500])
     assert (half[500:] == bell.max()).all()
-    weights = timestep_weights(TrainSection(timestep_type="weighted"))
+    weights = flow_matching.timestep_weights(TrainSection(timestep_type="weighted"))
     assert weights.mean() == pytest.approx(1, abs=1e-3)
     assert weights.argmax() == 124
 
@@ -312,14 +292,14 @@ def test_losses_are_per_sample_weighted_and_masked(kind):
     weights, mask = torch.tensor([0.5, 2.0]), torch.rand(2, 1, 8, 8)
     errors = LOSSES[kind](prediction - (noise - latents))
     for options, factor in (({}, 1), ({"weights": weights}, weights.view(2, 1, 1, 1)), ({"mask": mask}, mask)):
-        losses = sample_losses(prediction, latents, noise, loss_type=kind, **options)
+        losses = flow_matching.sample_losses(prediction, latents, noise, loss_type=kind, **options)
         torch.testing.assert_close(losses, (errors * factor).mean(dim=(1, 2, 3)), rtol=1e-5, atol=1e-7)
 
 
 def objective_loss(model: FluxTransformer2DModel, **train: Any) -> float:
     batch = {"latents": torch.ones(2, 4, 8, 8), "prompt_embeds": torch.ones(2, 4, 32), "pooled": torch.ones(2, 16)}
     scheduler = FlowMatchEulerDiscreteScheduler(**FLUX_SCHEDULER)
-    return Objective(model, TrainSection(**train), scheduler, 0, torch.float32)(batch, 3).item()
+    return flow_matching.Objective(model, TrainSection(**train), scheduler, 0, torch.float32)(batch, 3).item()
 
 
 def test_settings_of_the_loss_reach_it():
@@ -360,11 +340,11 @@ def test_weighted_and_bypass_are_ai_toolkits(tmp_path):
     command = [python, "-c", HOST, str(tmp_path / "in.pt"), str(tmp_path / "out.pt")]
     subprocess.run(command, cwd=os.environ["AI_TOOLKIT_ROOT"], check=True, capture_output=True)
     times, counts, expected = torch.load(tmp_path / "out.pt")
-    torch.testing.assert_close(sigma_table("weighted", tokens=1), times, rtol=2**-23, atol=0)
-    error = timestep_weights(TrainSection(timestep_type="weighted")) / counts - 1
+    torch.testing.assert_close(flow_matching.sigma_table("weighted", tokens=1), times, rtol=2**-23, atol=0)
+    error = flow_matching.timestep_weights(TrainSection(timestep_type="weighted")) / counts - 1
     assert error.abs().max() < tolerances.WEIGHTED_TIMESTEPS_MAX
     assert error.square().mean().sqrt() < tolerances.WEIGHTED_TIMESTEPS_RMS
-    with torch.no_grad(), bypassed_guidance(model):
+    with torch.no_grad(), flow_matching.bypassed_guidance(model):
         ours = model(**inputs, return_dict=False)[0]
     with torch.no_grad():
         guided = model(**inputs, return_dict=False)[0]
@@ -379,12 +359,12 @@ def test_the_prediction_sees_the_schedulers_scale_noise():
     texts = torch.randn(3, 5, 32), torch.randn(3, 16)
     indices = [10, 500, 999]
     x_t, sigmas = scheduler.scale_noise(latents, scheduler.timesteps[indices], noise), scheduler.sigmas[indices]
-    velocity = predict_velocity(model, x_t, sigmas, *texts, dtype=torch.float32)
+    velocity = flow_matching.predict_velocity(model, x_t, sigmas, *texts, dtype=torch.float32)
     drawn = {"latents": latents, "noise": noise, "sigmas": sigmas, "prompt_embeds": texts[0], "pooled": texts[1]}
     bounds = {"rtol": tolerances.FP32_ORDER_RTOL, "atol": tolerances.FP32_ORDER_ATOL}
-    losses = losses_of(model, {**drawn, "mask": torch.ones(3, 1, 8, 8)}, torch.float32)
-    torch.testing.assert_close(losses, sample_losses(velocity, latents, noise), **bounds)
-    weighted = losses_of(model, {**drawn, "weights": torch.full((3,), 2.0)}, torch.float32)
+    losses = flow_matching.losses_of(model, {**drawn, "mask": torch.ones(3, 1, 8, 8)}, torch.float32)
+    torch.testing.assert_close(losses, flow_matching.sample_losses(velocity, latents, noise), **bounds)
+    weighted = flow_matching.losses_of(model, {**drawn, "weights": torch.full((3,), 2.0)}, torch.float32)
     torch.testing.assert_close(weighted, 2 * losses, **bounds)
 
 
@@ -394,7 +374,7 @@ def test_prediction_is_what_the_pipeline_would_compute(guidance):
     x_t, sigmas = torch.randn(2, 4, 6, 8), torch.tensor([0.3, 0.8])
     embeds, pooled = torch.randn(2, 5, 32), torch.randn(2, 16)
     with torch.no_grad():
-        out = predict_velocity(model, x_t, sigmas, embeds, pooled, dtype=torch.float32)
+        out = flow_matching.predict_velocity(model, x_t, sigmas, embeds, pooled, dtype=torch.float32)
         by_hand = model(
             hidden_states=FluxPipeline._pack_latents(x_t, 2, 4, 6, 8),
             timestep=sigmas,

@@ -17,18 +17,7 @@ from torch import nn
 
 from coat_flux.blocks.models.flux1 import make_flux_dev_geometry
 from coat_flux.cli.entry import main
-from coat_flux.export import lora_files as check_module
-from coat_flux.export.lora_files import (
-    ExportError,
-    check_export,
-    convert_file,
-    convert_pairs,
-    height_of,
-    layout_of,
-    place_of,
-    read_pairs,
-    write_pairs,
-)
+from coat_flux.export import lora_files
 from coat_flux.trainers.ai_toolkit.resume import read_back
 from tests.helpers.lora_files import HIDDEN, OUTSIDE, lora_tensors, module_names
 from tests.tolerances import LORA_DELTA_RTOL, LORA_NORM_RTOL
@@ -39,8 +28,10 @@ FLUX_HIDDEN = 3072
 
 
 def converted(tensors, layout, dtype=None):
-    source = layout_of(tensors)
-    return write_pairs(convert_pairs(read_pairs(tensors, source), source, layout, dtype), layout)
+    source = lora_files.layout_of(tensors)
+    return lora_files.write_pairs(
+        lora_files.convert_pairs(lora_files.read_pairs(tensors, source), source, layout, dtype), layout
+    )
 
 
 def assert_same(ours, theirs):
@@ -51,7 +42,7 @@ def assert_same(ours, theirs):
 
 
 def delta(tensors, module):
-    pair = read_pairs(tensors, layout_of(tensors))[module]
+    pair = lora_files.read_pairs(tensors, lora_files.layout_of(tensors))[module]
     return pair.scale * (pair.up.double() @ pair.down.double())
 
 
@@ -65,7 +56,7 @@ def check(tmp_path):
     def check_tensors(tensors, **options):
         path = tmp_path / "lora.safetensors"
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
-        return check_export(path, **options)
+        return lora_files.check_export(path, **options)
 
     return check_tensors
 
@@ -103,14 +94,14 @@ def test_idle_layers_text_encoders_and_alpha_are_told(check, tensors):
 
 
 def test_a_lora_without_effect_is_refused(check, tensors):
-    with pytest.raises(ExportError, match=r"lora\.safetensors: all 20 adapters"):
+    with pytest.raises(lora_files.ExportError, match=r"lora\.safetensors: all 20 adapters"):
         check({key: tensor * 0 if "lora_B" in key else tensor for key, tensor in tensors.items()})
 
 
 @pytest.mark.parametrize(("half", "value"), [("lora_A", math.nan), ("lora_B", -math.inf)])
 def test_values_that_are_not_finite_are_refused(check, tensors, half, value):
     tensors[f"{Q}.{half}.weight"][1, 1] = value
-    with pytest.raises(ExportError, match=r"0\.attn\.to_q: .*NaN"):
+    with pytest.raises(lora_files.ExportError, match=r"0\.attn\.to_q: .*NaN"):
         check(tensors)
 
 
@@ -135,7 +126,7 @@ DELETED = object()
     ],
 )
 def test_what_is_not_a_lora_of_flux_is_refused(check, tensors, key, value, message):
-    with pytest.raises(ExportError, match=message):
+    with pytest.raises(lora_files.ExportError, match=message):
         check({name: tensor for name, tensor in {**tensors, key: value}.items() if tensor is not DELETED})
 
 
@@ -148,7 +139,7 @@ def test_what_is_not_a_lora_of_flux_is_refused(check, tensors, key, value, messa
 )
 def test_what_is_not_what_was_trained_is_refused(check, tensors, key, value, message):
     saved = {name: tensor for name, tensor in {**tensors, key: value}.items() if tensor is not DELETED}
-    with pytest.raises(ExportError, match=message):
+    with pytest.raises(lora_files.ExportError, match=message):
         check(saved, expected={name: tuple(tensor.shape) for name, tensor in tensors.items()})
 
 
@@ -160,12 +151,12 @@ def test_files_of_other_kinds_are_refused(tmp_path, tensors, content):
         content = path.read_bytes()[:-1000]
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ExportError, match=r"lora\.safetensors: cannot be read"):
-        check_export(path)
-    with pytest.raises(ExportError, match="is a folder"):
-        check_export(tmp_path)
-    with pytest.raises(ExportError, match="holds nothing"):
-        layout_of({})
+    with pytest.raises(lora_files.ExportError, match=r"lora\.safetensors: cannot be read"):
+        lora_files.check_export(path)
+    with pytest.raises(lora_files.ExportError, match="is a folder"):
+        lora_files.check_export(tmp_path)
+    with pytest.raises(lora_files.ExportError, match="holds nothing"):
+        lora_files.layout_of({})
 
 
 def test_outside_the_blocks_kohya_is_lost_on_others(check):
@@ -227,7 +218,7 @@ def test_alpha_is_multiplied_into_the_weights_where_that_can_be_undone(alpha, dt
 
 
 def test_alpha_that_cannot_be_undone_is_refused():
-    with pytest.raises(ExportError, match="give --dtype float32"):
+    with pytest.raises(lora_files.ExportError, match="give --dtype float32"):
         converted(with_alpha(5.0), "diffusers")
 
 
@@ -235,26 +226,26 @@ def test_alpha_of_a_high_rank_is_exact_in_bf16():
     """172 · 3 = 516 would be 516 or 520 in bf16, and the LoRA stronger or weaker than trained."""
     fused = converted(lora_tensors(QKV, rank=172, dtype=torch.bfloat16), "kohya")
     assert float(fused["lora_unet_double_blocks_0_img_attn_qkv.alpha"]) == 516
-    assert read_pairs(fused, "kohya")["double_blocks.0.img_attn.qkv"].scale == 1
+    assert lora_files.read_pairs(fused, "kohya")["double_blocks.0.img_attn.qkv"].scale == 1
 
 
 def test_parts_of_different_ranks_and_an_adapter_that_would_be_lost_are_refused():
-    with pytest.raises(ExportError, match=r"double_blocks\.0\.img_attn\.qkv: .*\[2, 4, 4\]"):
+    with pytest.raises(lora_files.ExportError, match=r"double_blocks\.0\.img_attn\.qkv: .*\[2, 4, 4\]"):
         converted(lora_tensors(QKV[:1], rank=2) | lora_tensors(QKV[1:], rank=4), "kohya")
     tensors = lora_tensors(module_names())
     tensors |= {key: tensor * 0 for key, tensor in tensors.items() if f"transformer.{QKV[1]}." in key}
-    with pytest.raises(ExportError, match=r"to_k \(1 in all\)"):
+    with pytest.raises(lora_files.ExportError, match=r"to_k \(1 in all\)"):
         converted(tensors, "kohya")
 
 
 def test_a_file_keeps_its_metadata_but_not_hashes_of_other_tensors(lora, tmp_path):
     target = tmp_path / "out" / "kohya.safetensors"
-    report = convert_file(lora, target, "kohya")
+    report = lora_files.convert_file(lora, target, "kohya")
     assert report.programs == ["ComfyUI", "sd-scripts"]  # diffusers knows FLUX.1's own size only
     assert (report.layers, report.ranks) == (13, [2, 6, 8])
     with safe_open(target, "pt") as file:
         assert file.metadata() == {"ss_output_name": "shirt", "format": "pt"}
-    convert_file(target, tmp_path / "back.safetensors", "diffusers")
+    lora_files.convert_file(target, tmp_path / "back.safetensors", "diffusers")
     assert_same(load_file(tmp_path / "back.safetensors"), load_file(lora))
 
 
@@ -271,8 +262,8 @@ def test_refusals_write_nothing(lora, layout, name, message):
     if name == "text.safetensors":
         save_file(load_file(lora) | {"text_encoder.x.lora_A.weight": torch.ones(2, 4)}, lora)
     before = lora.read_bytes()
-    with pytest.raises(ExportError, match=message):
-        convert_file(lora, lora.with_name(name), layout)
+    with pytest.raises(lora_files.ExportError, match=message):
+        lora_files.convert_file(lora, lora.with_name(name), layout)
     assert lora.read_bytes() == before
     assert [path.name for path in lora.parent.iterdir()] == ["shirt.safetensors"]
 
@@ -285,9 +276,9 @@ def test_a_failed_write_leaves_what_was_there(lora, monkeypatch):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(check_module, "save_file", full_disk)
-    with pytest.raises(ExportError, match=r"kohya\.safetensors: .*No space left"):
-        convert_file(lora, target, "kohya")
+    monkeypatch.setattr(lora_files, "save_file", full_disk)
+    with pytest.raises(lora_files.ExportError, match=r"kohya\.safetensors: .*No space left"):
+        lora_files.convert_file(lora, target, "kohya")
     assert target.read_bytes() == b"earlier"
     assert sorted(path.name for path in lora.parent.iterdir()) == ["kohya.safetensors", "shirt.safetensors"]
 
@@ -307,14 +298,14 @@ def linears(model):
 def test_every_linear_of_flux_has_its_two_names_and_its_size():
     flux_dev = linears(make_flux_dev_geometry("meta"))
     for name, module in flux_dev.items():
-        linear, part = place_of(name)
+        linear, part = lora_files.place_of(name)
         assert linear.members[part] == name
-        assert place_of(linear.name, "comfyui") == (linear, None)
-        assert place_of(linear.name.replace(".", "_"), "kohya") == (linear, None)
-        assert height_of(linear, part) in (0, module.out_features / FLUX_HIDDEN), name
+        assert lora_files.place_of(linear.name, "comfyui") == (linear, None)
+        assert lora_files.place_of(linear.name.replace(".", "_"), "kohya") == (linear, None)
+        assert lora_files.height_of(linear, part) in (0, module.out_features / FLUX_HIDDEN), name
         assert linear.width in (0, module.in_features / FLUX_HIDDEN), name
     assert len(flux_dev) == 504
-    assert len({place_of(name)[0].name for name in flux_dev}) == 19 * 10 + 38 * 3 + 10
+    assert len({lora_files.place_of(name)[0].name for name in flux_dev}) == 19 * 10 + 38 * 3 + 10
 
 
 def effect(tensors, module, probe):
@@ -378,5 +369,5 @@ def test_a_refusal_without_a_text_is_quoted_from_its_source(check, tensors, monk
         raise AssertionError  # pytest would give an assert a text
 
     monkeypatch.setattr(FluxLoraLoaderMixin, "lora_state_dict", staticmethod(refuse))
-    with pytest.raises(ExportError, match=r"\(AssertionError: raise AssertionError"):
+    with pytest.raises(lora_files.ExportError, match=r"\(AssertionError: raise AssertionError"):
         check(tensors)

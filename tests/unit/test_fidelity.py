@@ -9,18 +9,8 @@ import torch
 from PIL import Image, ImageFilter
 from torch import Tensor, nn
 
+from coat_flux.data import fidelity
 from coat_flux.data.cache import decode_latents, encode_latents
-from coat_flux.data.fidelity import (
-    LEVELS,
-    MOST_PHOTOS,
-    STEPS,
-    Redrawn,
-    Subject,
-    compare,
-    evenly,
-    to_picture,
-    upper_half,
-)
 
 
 def striped(colour: tuple[int, int, int] = (200, 40, 40), shift: int = 0) -> Image.Image:
@@ -37,7 +27,7 @@ MASK[24:104, 24:104] = True
 
 
 def against(drawn: Image.Image, mask: np.ndarray = MASK) -> tuple[float, float, float]:
-    return compare(np.array(striped()), np.array(drawn), mask)
+    return fidelity.compare(np.array(striped()), np.array(drawn), mask)
 
 
 def test_colour_and_texture_are_told_apart():
@@ -61,15 +51,15 @@ def test_only_the_subject_counts():
         assert against(other, mask)[0] > 5
 
 
-def subjects(count: int) -> list[Subject]:
+def subjects(count: int) -> list[fidelity.Subject]:
     picture = np.array(striped().resize((32, 32)))
     latents = torch.from_numpy(picture).permute(2, 0, 1).float() / 127.5 - 1
-    return [Subject(picture, np.ones((32, 32), bool), {"latents": latents}) for _ in range(count)]
+    return [fidelity.Subject(picture, np.ones((32, 32), bool), {"latents": latents}) for _ in range(count)]
 
 
 def test_a_perfect_model_redraws_the_photo_and_a_worse_one_does_not():
     """By straight lines from noise: the velocity of a model that knows the photo is (x - x0) / σ."""
-    redrawn = Redrawn(subjects(2), None)
+    redrawn = fidelity.Redrawn(subjects(2), None)
     asked: list[float] = []
     inputs: list[Tensor] = []
 
@@ -80,8 +70,10 @@ def test_a_perfect_model_redraws_the_photo_and_a_worse_one_does_not():
 
     redrawn.measure(0, lambda *args: velocity(*args, share=0.8), lambda x: x)
     redrawn.measure(10, velocity, lambda x: x)
-    assert asked[:STEPS] == pytest.approx([LEVELS[0] * (1 - step / STEPS) for step in range(STEPS)])
-    assert len(asked) == 2 * 2 * len(LEVELS) * STEPS
+    assert asked[: fidelity.STEPS] == pytest.approx(
+        [fidelity.LEVELS[0] * (1 - step / fidelity.STEPS) for step in range(fidelity.STEPS)]
+    )
+    assert len(asked) == 2 * 2 * len(fidelity.LEVELS) * fidelity.STEPS
     assert redrawn.mean().colour < 0.1
     worse, right = redrawn.rows()
     assert (worse[0], right[0]) == (0, 10)
@@ -89,7 +81,7 @@ def test_a_perfect_model_redraws_the_photo_and_a_worse_one_does_not():
     assert right[4:] == (0.0, 0.0, 0.0)
     assert "without the LoRA ΔE" in redrawn.describe()
     assert [redrawn.lacks(step) for step in (0, 10, 20)] == [False, False, True]
-    again = Redrawn(subjects(2), redrawn.record)
+    again = fidelity.Redrawn(subjects(2), redrawn.record)
     again.measure(20, velocity, lambda x: x)
     of_step_10, of_step_20 = inputs[-2 * len(asked) // 3 :][: len(asked) // 3], inputs[-len(asked) // 3 :]
     assert all(map(torch.equal, of_step_10, of_step_20))
@@ -126,7 +118,7 @@ def test_latents_are_decoded_as_they_were_encoded(bn):
 
 def test_the_best_save_is_told_with_those_that_are_as_good():
     draws = {10: [3.0, 5.0, 4.0, 6.0], 20: [2.0, 4.2, 2.9, 5.1], 30: [2.1, 4.0, 3.1, 4.9]}
-    redrawn = Redrawn(subjects(1), {"vae": [[0, 0, 0]], "saves": [[0, [[9.0, 9.0, 9.0]] * 4]]})
+    redrawn = fidelity.Redrawn(subjects(1), {"vae": [[0, 0, 0]], "saves": [[0, [[9.0, 9.0, 9.0]] * 4]]})
     for step, colours in draws.items():
         redrawn.record["saves"].append([step, [[colour, 2 * colour, step / 100] for colour in colours]])
     colour, p95, texture = redrawn.best()
@@ -137,14 +129,14 @@ def test_the_best_save_is_told_with_those_that_are_as_good():
 
 def test_a_mask_is_the_upper_half_of_its_levels_and_one_level_is_the_whole_photo():
     levels = torch.tensor([[0.1, 0.3], [0.9, 1.0]])
-    assert upper_half(levels).tolist() == [[False, False], [True, True]]
-    assert upper_half(torch.ones(2, 2)).all()
-    assert upper_half(torch.zeros(2, 2)).all()
+    assert fidelity.upper_half(levels).tolist() == [[False, False], [True, True]]
+    assert fidelity.upper_half(torch.ones(2, 2)).all()
+    assert fidelity.upper_half(torch.zeros(2, 2)).all()
 
 
 def test_photos_are_taken_evenly_and_pixels_come_back():
-    assert evenly(range(3)) == [0, 1, 2]
-    assert evenly(range(9)) == [0, 2, 4, 6]
-    assert len(evenly(range(99))) == MOST_PHOTOS
+    assert fidelity.evenly(range(3)) == [0, 1, 2]
+    assert fidelity.evenly(range(9)) == [0, 2, 4, 6]
+    assert len(fidelity.evenly(range(99))) == fidelity.MOST_PHOTOS
     picture = np.array(striped())
-    assert (to_picture(torch.from_numpy(picture).permute(2, 0, 1)[None].float() / 127.5 - 1) == picture).all()
+    assert (fidelity.to_picture(torch.from_numpy(picture).permute(2, 0, 1)[None].float() / 127.5 - 1) == picture).all()

@@ -94,7 +94,6 @@ def test_a_refused_wgrad_costs_a_trained_weight_that_alone(monkeypatch):
 
 
 # --- auto ---
-
 AUTO = COATConfig.from_dict({"weight": {"format": "auto"}})
 
 

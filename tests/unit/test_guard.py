@@ -143,7 +143,6 @@ def test_parameters_are_read_back_once(monkeypatch):
 
 
 # -- divergence ------------------------------------------------------------------------------------------------------
-
 # Losses of the mini-FLUX with the LoRA, relative to those without it, one photo a step; from its log.
 GOOD = (  # 3 times the good rate, with EMA
     *(0.73, 0.36, 0.98, 0.91, 0.39, 1.04, 0.63, 1.07, 0.46, 0.43, 1.14, 0.78, 0.43, 0.86, 0.68, 0.75),

@@ -194,7 +194,6 @@ def test_blocks_run_the_kernel_that_was_chosen_and_a_save_names_it(kernels):
 
 
 # --- a GEMM ---
-
 HIDDEN = 32
 GEMM_MS = {"per_tensor": 3.0, "per_row": 2.0, "bf16": 5.0}
 

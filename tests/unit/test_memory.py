@@ -140,8 +140,6 @@ def test_saved_activations_are_counted_on_a_cpu(tmp_path):
 
 
 # -- the report -------------------------------------------------------------------------------------------------------
-
-
 def _phase(peak: int, *, exact: bool = True, **parts: int) -> dict[str, Any]:
     at = {"allocated": peak // 2, "reserved": peak}
     return {
@@ -196,8 +194,6 @@ def test_a_job_that_cannot_be_predicted_is_one_line(tmp_path):
 
 
 # -- memory lines -----------------------------------------------------------------------------------------------------
-
-
 def test_lines_come_at_log_every_with_the_note_once():
     watch, log = step_watch("memory: {log_every: 2}")
     for step in (1, 2, 3, 4):
@@ -235,7 +231,6 @@ def test_gpu_numbers_are_the_allocators():
 
 
 # -- the driver's spill -----------------------------------------------------------------------------------------------
-
 CARD = 24 * GB
 FULL, ROOMY = 23 * GB, 15 * GB
 
@@ -281,7 +276,6 @@ def test_neither_with_room_nor_elsewhere():
 
 
 # -- out of memory ----------------------------------------------------------------------------------------------------
-
 LACKS = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
     RuntimeError("CUDA error: out of memory"),

@@ -60,8 +60,6 @@ def total(prediction: Prediction, phase: str = "step") -> int:
 
 
 # --- models ---
-
-
 def test_published_models_have_their_published_sizes():
     """Parameters as the models' own files have them."""
     dev, schnell = find_model(DEV, "model"), find_model("black-forest-labs/FLUX.1-schnell", "model")
@@ -91,8 +89,6 @@ def test_an_embedded_and_a_local_model_are_known_and_others_are_named(tmp_path):
 
 
 # --- phases ---
-
-
 def test_phases_of_flux_dev():
     prediction = planned(job_of(coat={"memory": {"checkpointing": "none"}}))
     assert list(prediction.phases) == ["load", "cache", "sample", "step", "save"]
@@ -203,8 +199,6 @@ def test_images_that_are_here_count(tmp_path):
 
 
 # --- cards ---
-
-
 IMPORTS = """
 import os, sys, torch
 from coat_flux.cli.entry import main
@@ -321,7 +315,6 @@ def test_no_change_raises_the_peak(edit):
 
 
 # --- shipped configs ---
-
 CARDS_GB = {"coat_16gb": 16, "coat_12gb": 12, "coat_8gb": 8, "coat_80gb": 80, "bf16_baseline": 80}
 
 
@@ -363,8 +356,6 @@ def test_24_gb_hold_flux_dev_without_recomputation(weights):
 
 
 # --- time ---
-
-
 @pytest.mark.parametrize(("recomputed", "milliseconds"), [((), 169.6), (range(57), 238.0)])
 def test_a_step_on_h100_takes_what_the_arithmetic_says(recomputed, milliseconds):
     """ANCHORS 4.2: 1024 px, batch 1, FP8 linears and bf16 attention at 65 % and 70 % of an H100's peak."""
@@ -403,8 +394,6 @@ def test_time_counts_what_is_done():
 
 
 # --- the command ---
-
-
 @pytest.fixture
 def job_file(tmp_path, monkeypatch):
     """A LoRA of FLUX.1-dev whose text encoders stay on the card; no network."""

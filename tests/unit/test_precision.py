@@ -67,8 +67,6 @@ def by_kind(probe: CastProbe) -> dict[str, list[CastPrecision]]:
 
 
 # -- one cast --------------------------------------------------------------------------------------------------------
-
-
 def test_an_outlier_does_not_hide_what_it_drives_to_zero():
     x = gaussian(64, 512)
     for fmt in ("e4m3", "e5m2"):
@@ -139,8 +137,6 @@ def test_large_tensors_are_sampled_evenly():
 
 
 # -- by kind and layer -----------------------------------------------------------------------------------------------
-
-
 def test_rows_name_every_layer_that_reads_a_cast():
     config = FP8LinearConfig(input_granularity="per_tensor")
     model = nn.ModuleDict({name: FP8Linear(32, 32, config=config) for name in ("to_q", "to_k", "out")})
@@ -251,8 +247,6 @@ def test_weights_are_measured_when_they_are_stored(granularity):
 
 
 # -- AdamW's moments -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("m1", "m2", "maximize"), [("e4m3", "e4m3", False), ("int8_ratio", "uint8_log", True)])
 def test_moments_are_compared_with_the_update_in_fp32(m1, m2, maximize):
     names = {"transformer.a.lora_A.weight": (3, 128), "transformer.a.lora_B.weight": (100,)}
@@ -303,8 +297,6 @@ def test_moments_that_become_zero_are_lost(expansion):
 
 
 # -- rows, the file, the guard's verdict -----------------------------------------------------------------------------
-
-
 def test_a_row_has_the_mean_noise_by_elements_and_the_worst_shares():
     casts = [([0.0, 0.2, 0.01], 100), ([0.1, 0.0, 0.0], 300), ([0.0, 0.0, math.nan], 50)]
     row = row_of(7, "a", "input", casts)
@@ -375,8 +367,6 @@ def test_a_minimum_that_is_met_leaves_every_layer_and_is_remembered():
 
 
 # -- advice ----------------------------------------------------------------------------------------------------------
-
-
 def run_rows(low: dict[int, float]) -> list[CastPrecision]:
     """Two looks at to_q and to_k of some blocks; inputs of to_q of `low` are as bad as it says."""
     rows = []

@@ -206,8 +206,6 @@ def test_a_second_installation_replaces_the_first_and_a_copy_has_a_runner_of_its
 
 
 # -- which blocks recompute -------------------------------------------------------------------------------------------
-
-
 TOKENS, BLOCKS = 64, 6
 ELEMENTS = TOKENS * WIDTH
 

@@ -173,8 +173,6 @@ def test_memory_that_graphs_hold_is_the_first_to_be_given_back(run, eager_run, m
 
 
 # -- around two matrices -----------------------------------------------------------------------------------------------
-
-
 NAMES = ("transformer.a.lora_A.weight", "transformer.a.lora_B.weight")
 
 

@@ -15,15 +15,7 @@ from coat_flux.data.hold_out import FixedNoise
 from coat_flux.plan.job import JobFacts
 from coat_flux.plan.predict import predict
 from coat_flux.study.compare import LOSSLESS, NOT_LOSSLESS, UNDECIDED, Judgement, judge
-from coat_flux.study.study import (
-    BF16,
-    Study,
-    VerifyError,
-    bf16_arm,
-    hold_out_names,
-    open_study,
-    require_room,
-)
+from coat_flux.study.study import BF16, Study, VerifyError, bf16_arm, hold_out_names, open_study, require_room
 from tests.helpers.engine_job import engine_job
 
 OPTIONS = {"memory": {"checkpointing": "all"}, "data": {"background": "black"}}

@@ -31,10 +31,7 @@ HOST_MODULES = (
 PHOTOS = 5
 Patch = pytest.MonkeyPatch
 Printed = pytest.CaptureFixture[str]
-COAT_ENTRY = {
-    "model": {"quantize": True, "qtype": "coat_fp8"},
-    "train": {"optimizer": "coat_fp8_adamw", "lr": 1e-3},
-}
+COAT_ENTRY = {"model": {"quantize": True, "qtype": "coat_fp8"}, "train": {"optimizer": "coat_fp8_adamw", "lr": 1e-3}}
 
 
 def make_entry(root: Path, kind: str, **changes: Any) -> dict[str, Any]:

@@ -61,11 +61,7 @@ COMPARED = {
     "coat_flux/trainers/standalone/step_graph.py:_restore": 0.0,
     "coat_flux/trainers/standalone/step_graph.py:_difference": 1.0,
 }
-CACHES = (
-    dispatch.triton_obstacle,
-    dispatch.launcher_of,
-    scaled_mm.unsupported_reason,
-)
+CACHES = (dispatch.triton_obstacle, dispatch.launcher_of, scaled_mm.unsupported_reason)
 
 
 class DryGPU:
