@@ -159,11 +159,11 @@ def attention_items(geometry: Geometry, resolution: int, device: torch.device, c
         use_kernel(None if kernel == "chosen" else kernel, q)
         try:
             with torch.no_grad():
-                out, *context = attention_forward(q, k, v)
+                out, context = attention_forward(q, k, v)
                 if not backward:
                     timing = time_calls(functools.partial(attention_forward, q, k, v), device, *calls)
                     return {**_figures(timing, flops=flops), "kernel": chosen_kernel(q, q, q)}
-                call = functools.partial(attention_backward, grad, q, k, v, out, *context)
+                call = functools.partial(attention_backward, grad, q, k, v, out, context)
                 return _figures(time_calls(call, device, *calls), flops=(ATTENTION_STEP - 1) * flops)
         finally:
             use_kernel(None)

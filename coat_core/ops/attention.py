@@ -14,8 +14,7 @@ Source: torch's aten operators `_scaled_dot_product_*_attention` and their `_bac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,9 +35,12 @@ CHECKED_QUERIES = 256
 _in_use: tuple[str, str, torch.dtype, int] | None = None  # kernel; type of device, dtype and head size it is used for
 
 
-# a kernel of `GPU_KERNELS`, "flash_cpu", or "plain" for the one that runs forward again; of the flash kernels and cuDNN
-# also the longest query and key length
-Kernel = tuple[str] | tuple[str, int, int]
+class AttentionContext(NamedTuple):
+    """What backward needs besides q, k, v and out."""
+
+    kernel: str  # of `GPU_KERNELS`, "flash_cpu", or "plain" for the one that runs forward again
+    tensors: tuple[Tensor, ...]  # log-sum-exp first, then small tensors; empty for "plain"
+    sizes: tuple[int, ...] = ()  # not tensors: the longest query and key length of the flash kernels
 
 
 def chosen_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> str:
@@ -83,30 +85,27 @@ def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return rows.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else rows.copy_(mask)
 
 
-def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
-) -> tuple[Tensor, tuple[Tensor, ...], Kernel]:
-    """Return out = softmax(q kᵀ / sqrt(d) + mask) v [B, H, S, d], and for `attention_backward` statistics and kernel.
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, AttentionContext]:
+    """Return out = softmax(q kᵀ / sqrt(d) + mask) v [B, H, S, d] and the context `attention_backward` needs.
 
     mask is from `additive_mask`, [B, H, S, S] or with 1 in place of the first three. out is 0 for a query without keys.
-    Statistics are log-sum-exp, then small tensors; the plain kernel has none.
     """
     kernel = chosen_kernel(q, k, v, mask)
     whole = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
     if kernel == "flash_cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask)
-        return out, (lse,), (kernel,)
+        return out, AttentionContext(kernel, (lse,))
     if kernel == "efficient":
         out, lse, seed, offset = aten._scaled_dot_product_efficient_attention(q, k, v, whole, True)
-        return out, (lse, seed, offset), (kernel,)
+        return out, AttentionContext(kernel, (lse, seed, offset))
     if kernel == "plain":
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask), (), (kernel,)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask), AttentionContext(kernel, ())
     if kernel == "cudnn":
         results = aten._scaled_dot_product_cudnn_attention(q, k, v, whole, True)
     else:
         results = aten._scaled_dot_product_flash_attention(q, k, v)
     out, lse, _, _, max_q, max_k, seed, offset, _ = results
-    return out, (lse, seed, offset), (kernel, int(max_q), int(max_k))
+    return out, AttentionContext(kernel, (lse, seed, offset), (int(max_q), int(max_k)))
 
 
 def attention_backward(
@@ -115,8 +114,7 @@ def attention_backward(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    statistics: Sequence[Tensor],
-    kernel: Kernel,
+    context: AttentionContext,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv [B, H, S, d] from the gradient of out; q, k, v and out may be FP8 round trips.
@@ -125,25 +123,25 @@ def attention_backward(
     """
     whole = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
     inputs = (grad, q, k, v)
-    lse, random = statistics[:1], statistics[1:]
-    name, *sizes = kernel
-    if name == "plain":
+    lse = context.tensors[:1]
+    random = context.tensors[1:]
+    if context.kernel == "plain":
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
             again = torch.nn.functional.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], mask)
         gradients: Any = torch.autograd.grad(again, leaves, grad)
-    elif name == "flash_cpu":
+    elif context.kernel == "flash_cpu":
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         gradients = backward(*inputs, out, *lse, 0.0, False, attn_mask=mask)
-    elif name == "efficient":
+    elif context.kernel == "efficient":
         backward = aten._scaled_dot_product_efficient_attention_backward
         *gradients, _ = backward(*inputs, whole, out, *lse, *random, 0.0, [True, True, True, False])
-    elif name == "flash" or name in LIBRARIES:
+    elif context.kernel == "flash" or context.kernel in LIBRARIES:
         backward = aten._scaled_dot_product_flash_attention_backward
-        gradients = backward(*inputs, out, *lse, None, None, *sizes, 0.0, False, *random)
+        gradients = backward(*inputs, out, *lse, None, None, *context.sizes, 0.0, False, *random)
     else:
         backward = aten._scaled_dot_product_cudnn_attention_backward
-        gradients = backward(*inputs, out, *lse, *random, whole, None, None, *sizes, 0.0, False)
+        gradients = backward(*inputs, out, *lse, *random, whole, None, None, *context.sizes, 0.0, False)
     dq, dk, dv = gradients
     return dq, dk, dv
 
@@ -168,8 +166,8 @@ class AttentionTrial:
     @torch.no_grad()
     def run(self) -> tuple[Tensor, ...]:
         """Return out, dq, dk and dv by the kernel in use."""
-        out, statistics, kernel = attention_forward(*self.qkv)
-        return out, *attention_backward(self._grad, *self.qkv, out, statistics, kernel)
+        out, context = attention_forward(*self.qkv)
+        return out, *attention_backward(self._grad, *self.qkv, out, context)
 
     @torch.no_grad()
     def obstacle(self, kernel: str) -> str | None:

@@ -96,12 +96,12 @@ def test_fed_the_originals_it_is_torchs(mask, head_dim, dtype, device):
     inputs = qkv(device, dtype, head_dim)
     given = None if mask is None else masks(device)[mask]
     added = None if given is None else additive_mask(given, dtype)
-    out, *context = attention_forward(*inputs, added)
+    out, context = attention_forward(*inputs, added)
     grad = torch.randn_like(out)
     theirs = given if given is None or given.dtype == torch.bool else given.to(dtype)
     expected, expected_grads = torch_gradients(inputs, grad, theirs)
     assert_torchs(out, expected)
-    for found, wanted in zip(attention_backward(grad, *inputs, out, *context, added), expected_grads, strict=True):
+    for found, wanted in zip(attention_backward(grad, *inputs, out, context, added), expected_grads, strict=True):
         assert_torchs(found, wanted)
     assert mask is None or not torch.equal(out, attention_forward(*inputs)[0])
 
@@ -117,12 +117,12 @@ def test_a_kernel_that_takes_no_mask_is_left(monkeypatch):
 
 def test_fp8_round_trips_keep_the_gradients(device):
     inputs = [torch.randn(1, 320, 4, 128).to(device, torch.bfloat16).transpose(1, 2) for _ in range(3)]
-    out, *context = attention_forward(*inputs)
+    out, context = attention_forward(*inputs)
     grad = torch.randn_like(out)
     rough = [quantize(x, "e4m3", PER_GROUP).dequantize(x.dtype) for x in (*inputs, out)]
-    exact = attention_backward(grad, *inputs, out, *context)
+    exact = attention_backward(grad, *inputs, out, context)
     for found, wanted, floor in zip(
-        attention_backward(grad, *rough, *context), exact, ATTENTION_FP8_FLOOR_DB, strict=True
+        attention_backward(grad, *rough, context), exact, ATTENTION_FP8_FLOOR_DB, strict=True
     ):
         assert_sqnr(wanted, found, floor)
 
@@ -134,9 +134,9 @@ def test_gpu_kernels_take_these_arguments(kernel, monkeypatch):
     inputs = [torch.empty(2, 3, 64, 128, dtype=torch.bfloat16, device="meta") for _ in range(3)]
     mask = torch.empty(2, 1, 1, 64, dtype=torch.bfloat16, device="meta") if kernel in TAKES_MASK else None
     for given in {None, mask}:
-        out, *context = attention_forward(*inputs, given)
-        gradients = attention_backward(out, *inputs, out, *context, given)
-        assert context[0][0].dtype == torch.float32
+        out, context = attention_forward(*inputs, given)
+        gradients = attention_backward(out, *inputs, out, context, given)
+        assert context.tensors[0].dtype == torch.float32
         assert [g.shape for g in gradients] == [x.shape for x in inputs]
 
 
@@ -145,7 +145,7 @@ def test_a_kernel_in_use_is_taken_for_tensors_like_those_it_was_named_for():
     q, k, v = qkv(torch.device("cpu"))
     assert chosen_kernel(q, k, v) == "flash_cpu"
     use_kernel("plain", q)
-    assert chosen_kernel(q, k, v) == "plain" == attention_forward(q, k, v)[-1][0]
+    assert chosen_kernel(q, k, v) == "plain" == attention_forward(q, k, v)[1].kernel
     assert chosen_kernel(*qkv(torch.device("cpu"), torch.float32)) == "flash_cpu"
     assert chosen_kernel(*qkv(torch.device("cpu"), head_dim=64)) == "flash_cpu"
     use_kernel(None)
@@ -183,8 +183,8 @@ def wrong(part: int, change: Any) -> Any:
     """An attention that gets one of its results wrong: out, dq, dk or dv."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        out, *context = attention_forward(q, k, v)
-        return change(out) if part == 0 else out, *context
+        out, context = attention_forward(q, k, v)
+        return change(out) if part == 0 else out, context
 
     def backward(*args: Any) -> tuple[Tensor, ...]:
         found = attention_backward(*args)
@@ -233,9 +233,9 @@ def test_every_gpu_kernel_is_torchs(kernel, monkeypatch):
     inputs = [torch.randn(2, 256, 3, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(3)]
     with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backends[kernel])):
         assert chosen_kernel(*inputs) == kernel
-        out, *context = attention_forward(*inputs)
+        out, context = attention_forward(*inputs)
         grad = torch.randn_like(out)
         expected, expected_grads = torch_gradients(inputs, grad)
-        found = attention_backward(grad, *inputs, out, *context)
+        found = attention_backward(grad, *inputs, out, context)
     for ours, wanted in zip((out, *found), (expected, *expected_grads), strict=True):
         assert_torchs(ours, wanted)

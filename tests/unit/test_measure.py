@@ -46,8 +46,8 @@ class Kernels:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
         self.tried.append(self.in_use)
-        out, *context = TORCHS_FORWARD(q, k, v)
-        return (-out if self.in_use == "wrong" else out), *context
+        out, context = TORCHS_FORWARD(q, k, v)
+        return (-out if self.in_use == "wrong" else out), context
 
     def clock(self, once: Callable[[], Any], device: torch.device) -> float:
         once()

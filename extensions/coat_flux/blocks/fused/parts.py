@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from coat_core.activation import Saving
 from coat_core.autograd import first_order_only, without_autocast
 from coat_core.granularity import PER_GROUP, Storage
-from coat_core.ops.attention import attention_backward, attention_forward
+from coat_core.ops.attention import AttentionContext, attention_backward, attention_forward
 from coat_core.ops.codes import product
 from coat_core.ops.gate import gated_sum, gated_sum_backward
 from coat_core.ops.gelu import mlp_activation, mlp_activation_down
@@ -92,7 +92,7 @@ class Kept:
         self.wanted = wanted
         self.storage = saving.tensors if wanted else None
         self.attention = self.storage if saving.attention == "fp8" else None
-        self.kernel: Any = None  # as `attention_forward` returns it
+        self.context: AttentionContext | None = None  # of attention, without its tensors
         self._places: dict[str, slice] = {}
         self._stored: dict[str, tuple[Storage | None, torch.dtype]] = {}
         self._tensors: list[Any] = []
@@ -293,9 +293,9 @@ class Attention:
             kept.pack(f"qkv{i}", y, kept.attention, codes, scale)
         if self.kv_groups > 1:
             k, v = (x.repeat_interleave(self.kv_groups, dim=2) for x in (k, v))
-        heads = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        out, statistics, kept.kernel = attention_forward(*heads, shared.mask)
-        kept.add("statistics", *statistics)
+        out, context = attention_forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), shared.mask)
+        kept.add("statistics", *context.tensors)
+        kept.context = context._replace(tensors=())
         return out.transpose(1, 2).flatten(2).to(dtype)
 
     def backward(
@@ -316,14 +316,14 @@ class Attention:
             k, v = (x.repeat_interleave(self.kv_groups, dim=2) for x in (k, v))
         by_head = (*out.shape[:-1], -1, self.head_dim)
         grad, out = grad.view(by_head).to(q.dtype), out.view(by_head).to(q.dtype)
+        assert kept.context is not None
         dq, dk, dv = attention_backward(
             grad.transpose(1, 2),
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
             out.transpose(1, 2),
-            kept.all("statistics"),
-            kept.kernel,
+            kept.context._replace(tensors=tuple(kept.all("statistics"))),
             shared.mask,
         )
         joint = [dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)]
