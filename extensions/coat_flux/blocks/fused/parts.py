@@ -70,9 +70,13 @@ class Call(NamedTuple):
 # --- saved tensors ---
 
 
-# a saved tensor as kernels read it: codes with their scale of 1×G groups, or values and None, or twice None where its
-# dtype alone was kept; the group size; its dtype before it was quantized
-Saved = tuple[Any, Tensor | None, int, torch.dtype]
+class Saved(NamedTuple):
+    """A saved tensor as kernels read it: codes with their scale of 1×G groups, or values (scale None)."""
+
+    x: Any  # a tensor; None where its dtype alone was kept
+    scale: Tensor | None
+    group_size: int
+    dtype: torch.dtype  # before it was quantized
 
 
 def packed_by_kernel(storage: Storage | None) -> tuple[str, int]:
@@ -127,10 +131,10 @@ class Kept:
         """A tensor of `pack` for kernels, in backward."""
         (storage, dtype), tensors = self._stored[name], self._tensors[self._places[name]]
         if not tensors:
-            return None, None, PER_GROUP.group_size, dtype
+            return Saved(None, None, PER_GROUP.group_size, dtype)
         if storage is not None and storage.granularity.name == "per_group":
-            return tensors[0], tensors[1], storage.granularity.group_size, dtype
-        return self.values(name), None, PER_GROUP.group_size, dtype
+            return Saved(tensors[0], tensors[1], storage.granularity.group_size, dtype)
+        return Saved(self.values(name), None, PER_GROUP.group_size, dtype)
 
     def values(self, name: str) -> Tensor:
         """Its values."""
@@ -237,13 +241,12 @@ class NormLinears:
 
         `residual` [B, S, D] is added to dx; `x` is given if it was not saved.
         """
-        saved = kept.read(f"{name}x") if x is None else (x, None, PER_GROUP.group_size, x.dtype)
-        x, x_scale, group_size, dtype = saved
+        saved = kept.read(f"{name}x") if x is None else Saved(x, None, PER_GROUP.group_size, x.dtype)
         (h,) = kept.all(f"{name}h")
         dh, ups = self.linears.up_gradients(dy, h)
         downs, of_krons, us = None, [], []
         if dh is not None or self.linears.krons:
-            n = norm_modulate(x, x_scale, group_size, scale, shift, self.eps, dtype, self.weight)
+            n = norm_modulate(saved.x, saved.scale, saved.group_size, scale, shift, self.eps, saved.dtype, self.weight)
             downs = self.linears.down_gradients(dh, n)
             of_krons, us = self.linears.kron_gradients(dy, n)
             del n  # as large as x
@@ -253,7 +256,7 @@ class NormLinears:
         dn = self.linears.complete_dx(self.linears.dgrad(dy, us=us), dh)
         del us
         dx, dmodulation = norm_modulate_backward(
-            dn, x, x_scale, group_size, scale, self.eps, residual, dtype, self.weight
+            dn, saved.x, saved.scale, saved.group_size, scale, self.eps, residual, saved.dtype, self.weight
         )
         return dx, dmodulation, gradients
 
@@ -368,16 +371,16 @@ class GatedLinear:
 
         `x` makes the linear's input, which only those need.
         """
-        result, *how = kept.read(f"{name}result")
+        saved, cast = kept.read(f"{name}result"), cast_by_kernel(self.linear.grad_storage, "e5m2")
         weight, eps = self.norm or (None, 0.0)
-        args = (grad, gate, result, *how, *cast_by_kernel(self.linear.grad_storage, "e5m2"))
+        args = (grad, gate, saved.x, saved.scale, saved.group_size, saved.dtype, *cast)
         dy, codes, code_scale, dgate = gated_sum_backward(*args, weight, eps, self.linear.grad_factors)
         quantized = quantized_by(self.linear.grad_storage, codes, code_scale)
         (h,) = kept.all(f"{name}h")
         dh, ups = self.linear.up_gradients(dy, h)
         of_krons, us = self.linear.kron_gradients(dy, x()) if self.linear.krons else ([], [])
         dx = self.linear.dgrad(dy, quantized, us)
-        return dx, dh, ups, None if result is None else dgate, of_krons
+        return dx, dh, ups, None if saved.x is None else dgate, of_krons
 
 
 def activate(
