@@ -83,7 +83,7 @@ def predicted(model: Any, tokens: Tokens, settings: FlowSettings) -> tuple[int, 
     sizes = [block_bytes(block, tokens, settings) for block in blocks]
     kept = sum(size.recomputed if i in recomputed else size.kept for i, size in enumerate(sizes))
     around = blocks[-1].around(tokens, settings)
-    return kept + around, sum(largest_moment(sizes, recomputed)) + around
+    return kept + around, largest_moment(sizes, recomputed).total + around
 
 
 NONE = {"checkpointing": "none"}

@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -98,18 +98,20 @@ class Probe:
         return {name: value for name, value in made.items() if name in names}
 
 
+class Calls(NamedTuple):
+    """The calls of a model's blocks in one forward pass, by index of the block."""
+
+    args: dict[int, tuple[Any, ...]]  # tensors through which a gradient goes require one
+    alike: dict[int, int]  # the last of equal blocks
+    around: int  # bytes saved outside the blocks
+
+
 @functools.lru_cache(maxsize=16)
 @_disable_current_modes()
 @torch.inference_mode(False)
 @torch.enable_grad()
-def calls_of(
-    probe: Probe, tokens: Tokens, value_bytes: int, cuda: bool
-) -> tuple[dict[int, tuple[Any, ...]], dict[int, int], int]:
-    """Run the model's forward on the meta device, for one micro-batch.
-
-    Returns by index what a block is called with, where tensors through which a gradient goes require one, and the last
-    of the blocks that equal it; and the bytes saved outside the blocks.
-    """
+def calls_of(probe: Probe, tokens: Tokens, value_bytes: int, cuda: bool) -> Calls:
+    """Run the model's forward on the meta device, for one micro-batch."""
     dtype = VALUES[value_bytes]
     model = nn.Module.to(probe.model, dtype)  # diffusers' own warns
     source = torch.ones((), dtype=dtype, device="meta", requires_grad=True)
@@ -140,7 +142,7 @@ def calls_of(
         for block in probe.blocks:
             release(block)
     last = {key: i for i, key in keys.items()}
-    return args, {i: last[key] for i, key in keys.items()}, around
+    return Calls(args, {i: last[key] for i, key in keys.items()}, around)
 
 
 def _is_trained(x: Any) -> bool:
@@ -169,12 +171,11 @@ class CountedBlock(Block):
 
     def arguments(self, tokens: Tokens, settings: FlowSettings) -> Callable[[], list[Any]]:
         """See `Block`."""
-        args, _, _ = calls_of(self.probe, tokens, settings.value_bytes, settings.cuda)
-        template = args[self.index]
+        template = calls_of(self.probe, tokens, settings.value_bytes, settings.cuda).args[self.index]
         source = torch.ones((), device="meta", requires_grad=self.trained_input)
 
         return lambda: [source.to(x.dtype).expand(x.shape) * 1 if _is_trained(x) else x for x in template]
 
     def around(self, tokens: Tokens, settings: FlowSettings) -> int:
         """See `Block`."""
-        return calls_of(self.probe, tokens, settings.value_bytes, settings.cuda)[-1]
+        return calls_of(self.probe, tokens, settings.value_bytes, settings.cuda).around

@@ -98,7 +98,7 @@ class BlockPlan:
     @property
     def peak_bytes(self) -> int:
         """Bytes at that moment, including tensors saved outside the blocks."""
-        return self.around_bytes + sum(self.moment or ())
+        return self.around_bytes + (0 if self.moment is None else self.moment.total)
 
     @functools.cached_property
     def shadow_bytes(self) -> int:
@@ -205,7 +205,7 @@ def _streamed(config: COATConfig, given: Given, mode: str, sizes: Sequence[Block
         chosen = spread(number, count)
         free = None if given.free_bytes is None else given.free_bytes + _freed(given, chosen)
         again = _recomputed(given, mode, sizes, around, free) or ()
-        needed = max(sum(largest_moment(sizes, again, given.accumulates)) + around, given.reserve_bytes)
+        needed = max(largest_moment(sizes, again, given.accumulates).total + around, given.reserve_bytes)
         excess = 0.0 if free is None else needed - free
         return max(0.0, excess), extra_seconds(times, codes, chosen, again), number
 

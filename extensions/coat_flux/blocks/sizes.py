@@ -444,6 +444,11 @@ class Moment(NamedTuple):
     workspace: int
     gradients: int
 
+    @property
+    def total(self) -> int:
+        """Sum of all three."""
+        return sum(self)
+
 
 def largest_moment(blocks: Sequence[BlockBytes], recomputed: Iterable[int] = (), accumulates: bool = False) -> Moment:
     """Find the moment of a step when the blocks need most; `accumulates`: earlier gradients are held throughout."""
@@ -455,14 +460,14 @@ def largest_moment(blocks: Sequence[BlockBytes], recomputed: Iterable[int] = (),
         kept += block.recomputed if i in chosen else block.kept
         workspace = block.recomputation if i in chosen else block.workspace
         moments.append(Moment(kept, workspace, total if accumulates else later))
-    return max(moments, key=sum)
+    return max(moments, key=lambda moment: moment.total)
 
 
 def fewest_recomputed(blocks: Sequence[BlockBytes], free: float, accumulates: bool = False) -> list[int]:
     """Choose the fewest blocks to recompute so that `largest_moment` stays within `free` bytes, or all."""
     order = sorted(range(len(blocks)), key=lambda i: blocks[i].kept - blocks[i].recomputed, reverse=True)
     for count in range(len(blocks) + 1):
-        if sum(largest_moment(blocks, order[:count], accumulates)) <= free:
+        if largest_moment(blocks, order[:count], accumulates).total <= free:
             return sorted(order[:count])
     return list(range(len(blocks)))
 

@@ -350,7 +350,7 @@ class JobFacts:
         width = max(min(x.in_features, x.out_features) for x in model.linears.values())
         if model.probe is not None:
             try:
-                _, alike, _ = calls_of(model.probe, self.tokens, self.value_bytes, not self.on_cpu)
+                alike = calls_of(model.probe, self.tokens, self.value_bytes, not self.on_cpu).alike
                 width = 0
             except UNPROBED as error:
                 why = f"{model.kind} does not run without its weights ({first_line(error)})"

@@ -113,7 +113,7 @@ def block_plan(
 def outside_bytes(facts: JobFacts) -> int:
     """Peak device bytes of all but the blocks, beyond what is always held."""
     sample = sum(_sample(facts).values()) - sum(_held(facts).values())
-    return max(sample, sum(_update(facts)))
+    return max(sample, _update(facts).total)
 
 
 def _budget(facts: JobFacts, device_bytes: float | None) -> float | None:
@@ -125,7 +125,7 @@ def _step(facts: JobFacts, plan: BlockPlan) -> dict[str, int]:
     moment = plan.moment or Moment(0, 0, 0)
     around = plan.around_bytes
     update = _update(facts)
-    if sum(update) > sum(moment) + around:
+    if update.total > moment.total + around:
         moment, around = update, 0
     if facts.frees_gradients:  # they are made and used up while the blocks' backward passes run
         largest = min(facts.value_bytes * max(facts.trained.values(), default=0), moment.workspace)
