@@ -244,7 +244,8 @@ def _smaller_samples(job: JobConfig) -> Change | None:
         return None
     capped = []
     for sizes in (job.sample, *job.sample.samples):  # an entry without a size has the block's
-        width, height = (value and min(value, side) for value in (sizes.width, sizes.height))
+        width = None if sizes.width is None else min(sizes.width, side)
+        height = None if sizes.height is None else min(sizes.height, side)
         capped.append(replace(sizes, width=width, height=height))
     sample = replace(capped[0], samples=tuple(capped[1:]))
     return Change(f"sample.width and height: at most {side}", "smaller previews", replace(job, sample=sample))
