@@ -11,38 +11,15 @@ from graphlib import TopologicalSorter
 from tests.architecture.sources import ROOT, Import, Source, library_sources, repository_files
 
 # from the ground up; a new module or package is given its place here
-ORDER = (
-    "coat_core.formats",
-    "coat_core.granularity",
-    "coat_core.autograd",
-    "coat_core.casts",
-    "coat_core.config",
-    "coat_core.quantize",
-    "coat_core.rounding",
-    "coat_core.int8",
-    "coat_core.nvfp4",
-    "coat_core.expansion",
-    "coat_core.moments",
-    "coat_core.ops",
-    "coat_core.optim",
-    "coat_core.linear",
-    "coat_core.activation",
-    "coat_flux.base",
-    "coat_flux.config",
-    "coat_flux.mini_flux",
-    "coat_flux.data",
-    "coat_flux.blocks",
-    "coat_flux.saves",
-    "coat_flux.plan",
-    "coat_flux.export",
-    "coat_flux.watch",
-    "coat_flux.trainers",
-    "coat_flux.pages",
-    "coat_flux.study",
-    "coat_flux.bench",
-    "coat_flux.doctor",
-    "coat_flux.cli",
+CORE = (
+    *("formats", "granularity", "autograd", "casts", "config", "quantize", "rounding", "int8", "nvfp4", "expansion"),
+    *("moments", "ops", "optim", "linear", "activation"),
 )
+FLUX = (
+    *("base", "config", "mini_flux", "data", "blocks", "saves", "plan", "export", "watch", "trainers", "pages"),
+    *("study", "bench", "doctor", "cli"),
+)
+ORDER = (*(f"coat_core.{name}" for name in CORE), *(f"coat_flux.{name}" for name in FLUX))
 LAYERS = {unit: number for number, unit in enumerate(ORDER)}
 MAX_FOLDERS = 15  # of coat_flux
 SIBLINGS = ("coat_flux.trainers.standalone", "coat_flux.trainers.ai_toolkit")

@@ -92,13 +92,9 @@ def flux2_params(guidance: bool, **sizes: int) -> Any:
 def flux2(guidance: bool = True) -> Made:
     """FLUX.2 in BFL's layout; klein has no guidance."""
     return module("flux2.src.model").Flux2(flux2_params(guidance)), {
-        "x": TOKENS,
-        "x_ids": grid(axes=4)[None],
-        "timesteps": TIME,
-        "ctx": STATES,
-        "ctx_ids": torch.zeros(1, TEXT, 4),
-        "guidance": torch.tensor([4.0]) if guidance else None,
-    }
+        "x": TOKENS, "x_ids": grid(axes=4)[None], "timesteps": TIME, "ctx": STATES,
+        "ctx_ids": torch.zeros(1, TEXT, 4), "guidance": torch.tensor([4.0]) if guidance else None,
+    }  # fmt: skip
 
 
 def chroma(path: str = "chroma.src.model", image: Tensor = TOKENS, **more: Any) -> Made:
@@ -108,14 +104,9 @@ def chroma(path: str = "chroma.src.model", image: Tensor = TOKENS, **more: Any) 
     own = {"depth_single_blocks": 2, "mlp_ratio": 4.0, "axes_dim": AXES, "theta": 10_000, "qkv_bias": True}
     options = {**HIDDEN, **approximator, **own, "in_channels": 16, "guidance_embed": True, "_use_compiled": False}
     return host.Chroma(host.ChromaParams(**(options | more))), {
-        "img": image,
-        "img_ids": grid()[None],
-        "txt": STATES,
-        "txt_ids": torch.zeros(1, TEXT, 3),
-        "txt_mask": SOME_TEXT.float(),
-        "timesteps": TIME,
-        "guidance": torch.zeros(1),
-    }
+        "img": image, "img_ids": grid()[None], "txt": STATES, "txt_ids": torch.zeros(1, TEXT, 3),
+        "txt_mask": SOME_TEXT.float(), "timesteps": TIME, "guidance": torch.zeros(1),
+    }  # fmt: skip
 
 
 def chroma_radiance() -> Made:
@@ -147,14 +138,9 @@ def zeta_chroma() -> Made:
     host = module("zeta_chroma.zeta_chroma_transformer")
     own = {"in_channels": 3, "patch_size": 4, "decoder_hidden_size": 64, "decoder_num_res_blocks": 1}
     return host.ZImageDCT(host.ZImageDCTParams(**own, **Z_IMAGE)), {
-        "img": draw(1, IMAGE, 48),
-        "img_ids": grid()[None].long(),
-        "img_mask": torch.ones(1, IMAGE, dtype=torch.bool),
-        "txt": STATES,
-        "txt_ids": torch.zeros(1, TEXT, 3, dtype=torch.int64),
-        "txt_mask": ALL_TEXT,
-        "timesteps": TIME,
-    }
+        "img": draw(1, IMAGE, 48), "img_ids": grid()[None].long(), "img_mask": torch.ones(1, IMAGE, dtype=torch.bool),
+        "txt": STATES, "txt_ids": torch.zeros(1, TEXT, 3, dtype=torch.int64), "txt_mask": ALL_TEXT, "timesteps": TIME,
+    }  # fmt: skip
 
 
 def krea2() -> Made:
@@ -214,29 +200,22 @@ def minimax_h3() -> Made:
     tags[:, TEXT : TEXT + IMAGE], tags[:, TEXT + IMAGE :] = 0, 2
     places = torch.arange(total)
     return host.MiniMaxH3Transformer(host.MiniMaxH3TransformerParams(**params)), {
-        "hidden_states": TOKENS,
-        "audio_hidden_states": draw(1, audio, 16),
-        "encoder_hidden_states": STATES,
-        "row_timesteps": torch.full((1, total), 0.5),
-        "token_tags": tags,
+        "hidden_states": TOKENS, "audio_hidden_states": draw(1, audio, 16), "encoder_hidden_states": STATES,
+        "row_timesteps": torch.full((1, total), 0.5), "token_tags": tags,
         "position_ids": torch.cat([joint_grid(), torch.zeros(1, audio, 3)], dim=1),
-        "video_indices": places[TEXT : TEXT + IMAGE],
-        "audio_indices": places[TEXT + IMAGE :],
+        "video_indices": places[TEXT : TEXT + IMAGE], "audio_indices": places[TEXT + IMAGE :],
         "text_indices": places[:TEXT],
-    }
+    }  # fmt: skip
 
 
 def mageflow() -> Made:
     host = module("mageflow.src.transformer")
     params = host.MageFlowParams(in_channels=16, out_channels=16, axes_dim=AXES, checkpoint=False, **HIDDEN)
     return host.MageFlow(params), {
-        "img": TOKENS,
-        "txt": STATES,
-        "timesteps": TIME,
-        "img_shapes": [[(1, SIDE, SIDE)]],
+        "img": TOKENS, "txt": STATES, "timesteps": TIME, "img_shapes": [[(1, SIDE, SIDE)]],
         "img_cu_seqlens": torch.tensor([0, IMAGE], dtype=torch.int32),
         "txt_cu_seqlens": torch.tensor([0, TEXT], dtype=torch.int32),
-    }
+    }  # fmt: skip
 
 
 def anima() -> Made:
@@ -382,40 +361,29 @@ def unet(extra: bool = False) -> Made:
     return of_diffusers("UNet2DConditionModel", inputs, **sizes, **kinds)
 
 
+OF_ITS_NAME = (
+    *(flux2, chroma, chroma_radiance, qwen_image, zeta_chroma, krea2, ideogram4, anima, omnigen2),
+    *(ernie_image, prx_pixel, lumina2, cogview4, nucleus_image, auraflow, sd3),
+)
 # `arch` names of the same model, and how it is made
 KINDS: dict[str, Callable[[], Made]] = {
+    **{make.__name__: make for make in OF_ITS_NAME},
     "flux flex2": flux,
     "flux_kontext": partial(flux, references=1),
-    "flux2": flux2,
     "flux2_klein_4b flux2_klein_9b": partial(flux2, guidance=False),
-    "chroma": chroma,
-    "chroma_radiance": chroma_radiance,
-    "qwen_image": qwen_image,
     "qwen_image_edit": partial(qwen_image, images=2),
     "qwen_image_edit_plus": partial(qwen_image, images=3),
     "zimage": z_image,
     "zimage_l2p": partial(z_image, "z_image.z_image_l2p_model", 16, 3, 16 * SIDE),
-    "zeta_chroma": zeta_chroma,
-    "krea2": krea2,
-    "ideogram4": ideogram4,
     "wan21 wan22_5b": wan,
     "wan21_i2v": partial(wan, image=True),
     "wan22_14b wan22_14b_i2v": wan22_14b,
     "minimax_h3 minimax_h3_ref2va": minimax_h3,
     "mageflow mageflow_edit": mageflow,
-    "anima": anima,
-    "omnigen2": omnigen2,
     "boogu_image boogu_image_edit": boogu_image,
-    "ernie_image": ernie_image,
-    "prx_pixel": prx_pixel,
     "f-lite": f_lite,
-    "lumina2": lumina2,
-    "cogview4": cogview4,
     "ltx2 ltx2.3 ltx2.5": ltx2,
-    "nucleus_image": nucleus_image,
-    "auraflow": auraflow,
     "pixart pixart_sigma": pixart,
-    "sd3": sd3,
     "sdxl ssd vega": partial(unet, extra=True),
     "sd1 sd2": unet,
 }

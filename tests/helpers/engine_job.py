@@ -68,13 +68,7 @@ def losses(run: Path) -> list[str]:
 
 
 def engine_job(
-    name: str,
-    *,
-    model: Path,
-    images: Path,
-    out: Path,
-    coat: Mapping[str, Any] | None = None,
-    **blocks: Mapping[str, Any],
+    name: str, *, model: Path, images: Path, out: Path, coat: Mapping[str, Any] | None = None, **blocks: Any
 ) -> dict[str, Any]:
     """The job as a dictionary, on the folders of `tiny_place`; without `coat` it is `enabled: false`.
 

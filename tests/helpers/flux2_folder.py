@@ -9,15 +9,9 @@ import torch
 TOKENS = 32
 TEXT_WIDTH = 32  # of each of the three layers' states that are the embeddings
 TRANSFORMER: dict[str, Any] = {
-    "in_channels": 32,
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "attention_head_dim": 32,
-    "num_attention_heads": 2,
-    "joint_attention_dim": 3 * TEXT_WIDTH,
-    "axes_dims_rope": (8, 8, 8, 8),
-    "guidance_embeds": False,
-}
+    "in_channels": 32, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 32, "num_attention_heads": 2,
+    "joint_attention_dim": 3 * TEXT_WIDTH, "axes_dims_rope": (8, 8, 8, 8), "guidance_embeds": False,
+}  # fmt: skip
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

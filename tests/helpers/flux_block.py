@@ -27,15 +27,9 @@ def make_model(heads: int) -> nn.Module:
 
     torch.manual_seed(0)
     model = FluxTransformer2DModel(
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=HEAD_DIM,
-        num_attention_heads=heads,
-        joint_attention_dim=256,
-        pooled_projection_dim=64,
-        guidance_embeds=True,
-        in_channels=64,
-    )
+        num_layers=1, num_single_layers=1, attention_head_dim=HEAD_DIM, num_attention_heads=heads,
+        joint_attention_dim=256, pooled_projection_dim=64, guidance_embeds=True, in_channels=64,
+    )  # fmt: skip
     return model.to(torch.bfloat16).requires_grad_(False)
 
 

@@ -23,12 +23,9 @@ from scripts.mini_flux.models import TRANSFORMER_CONFIG, VAE_CONFIG, build_clip,
 
 T5_WIDTH = 64
 TINY_TRANSFORMER_CONFIG = {
-    **TRANSFORMER_CONFIG,
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "num_attention_heads": 2,
+    **TRANSFORMER_CONFIG, "num_layers": 2, "num_single_layers": 2, "num_attention_heads": 2,
     "joint_attention_dim": T5_WIDTH,
-}
+}  # fmt: skip
 # Frequencies the time and guidance embedders read, in radians per unit: 10 is 1.6 periods between t = 0 and t = 1, and
 # guidance moves slower because it runs from 1 to 5. The prediction is then smooth in both.
 SINUSOIDS = 128

@@ -25,17 +25,10 @@ from tests.unit.test_check_model import LEGACY, NEWER, NO_MODELS
 
 pytestmark = [pytest.mark.aitk, pytest.mark.timeout(3600)]
 FUSED = {
-    "FluxTransformer2DModel",
-    "Flux2",
-    "Flux2Transformer2DModel",
-    "Chroma",
-    "ChromaTransformer2DModel",
-    "QwenImageTransformer2DModel",
-    "ZImageTransformer2DModel",
-    "SD3Transformer2DModel",
-    "Krea2Transformer2DModel",
+    "FluxTransformer2DModel", "Flux2", "Flux2Transformer2DModel", "Chroma", "ChromaTransformer2DModel",
+    "QwenImageTransformer2DModel", "ZImageTransformer2DModel", "SD3Transformer2DModel", "Krea2Transformer2DModel",
     "SingleStreamDiT",
-}
+}  # fmt: skip
 MODEL_OF_TWO_PARTS = {"wan22_14b", "wan22_14b_i2v"}  # the noise level chooses one
 HOST = Path(os.environ.get("AI_TOOLKIT_ROOT", "."))
 ALL = sorted(set(archs_of(HOST)) - NO_MODELS | LEGACY) if "AI_TOOLKIT_ROOT" in os.environ else []

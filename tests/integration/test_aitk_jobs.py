@@ -330,6 +330,7 @@ def test_failed_resume_ends_the_run(host, monkeypatch, capsys):
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
+PROCESS = "jobs/process/BaseSDTrainProcess.py"
 AT = r"config\.process\[0\]\."
 REFUSED = {
     "unknown key of ours": ({"coat": {"enabeld": True}}, r"coat\.enabeld: .*'enabled'"),
@@ -366,12 +367,12 @@ def test_processes_that_do_not_know_of_each_other_are_refused(host, monkeypatch)
             "raise MemoryError('no room')",
             "loading with qtype coat_fp8 converted no linear",
         ),
-        ("jobs/process/BaseSDTrainProcess.py", '("blocks",)', '("nothing",)', "only_if_contains"),
+        (PROCESS, '("blocks",)', '("nothing",)', "only_if_contains"),
     ],
 )
 def test_what_the_host_passes_over_ends_the_run(host, file, old, new, says):
     host.edit(file, old, new)
-    host.edit("jobs/process/BaseSDTrainProcess.py", "self.network.force_to(torch.float32)", "")
+    host.edit(PROCESS, "self.network.force_to(torch.float32)", "")
     with pytest.raises(RuntimeError, match=says):
         host.run(**COAT_ENTRY)
 
@@ -385,12 +386,7 @@ def test_surprises_are_printed(host, capsys):
 
 # what misfits → file of the host, text there, what is there instead, the piece that the error names
 BROKEN = {
-    "hook": (
-        "jobs/process/BaseSDTrainProcess.py",
-        "hook_after_model_load",
-        "hook_model_is_there",
-        "DiffusionTrainer has no hook_after_model_load",
-    ),
+    "hook": (PROCESS, "hook_after_model_load", "hook_model_is_there", "DiffusionTrainer has no hook_after_model_load"),
     "optimizer parameters": (
         "toolkit/optimizer.py",
         "optimizer_params",
@@ -398,7 +394,7 @@ BROKEN = {
         "toolkit.optimizer.get_optimizer takes",
     ),
     "optimizer binding": (
-        "jobs/process/BaseSDTrainProcess.py",
+        PROCESS,
         "from toolkit.optimizer import get_optimizer",
         "import toolkit.optimizer\n\ndef get_optimizer(*args):\n    return toolkit.optimizer.get_optimizer(*args)\n",
         "jobs.process.BaseSDTrainProcess does not use toolkit.optimizer.get_optimizer",
@@ -417,19 +413,19 @@ BROKEN = {
     ),
     "LoRA modules": ("toolkit/lora_special.py", "lora_down", "lora_A", "toolkit/lora_special.py, line 12 has no"),
     "argument of an override": (
-        "jobs/process/BaseSDTrainProcess.py",
+        PROCESS,
         "ensure_params_requires_grad = ",
         "before_dataset_load = lambda self, model=None: None\n    ensure_params_requires_grad = ",
         "DiffusionTrainer.before_dataset_load also takes model in process/BaseSDTrainProcess.py, line",
     ),
     "attribute of the process": (
-        "jobs/process/BaseSDTrainProcess.py",
+        PROCESS,
         "self.embed_config = self.adapter_config",
         "self.adapter_config",
         "DiffusionTrainer has no embed_config",
     ),
     "key of a config": (
-        "jobs/process/BaseSDTrainProcess.py",
+        PROCESS,
         "merge_network_on_save=False",
         "merges=False",
         "DiffusionTrainer has no train_config.merge_network_on_save",

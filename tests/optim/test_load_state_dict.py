@@ -63,18 +63,10 @@ def test_group_values_come_from_the_file_but_fp8_and_parameters_do_not():
 
 
 CHANGES = [
-    ("default", "e5m2_e4m3"),
-    ("default", "block_16"),
-    ("plain", "default"),
-    ("unquantized", "default"),
-    ("default", "unquantized"),
-    ("default", "integers"),
-    ("integers", "default"),
-    ("integers", "integers_block_48"),
-    ("ratio_fp32", "block_16"),
-    ("unquantized", "integers"),
-    ("integers", "unquantized"),
-]
+    ("default", "e5m2_e4m3"), ("default", "block_16"), ("plain", "default"), ("unquantized", "default"),
+    ("default", "unquantized"), ("default", "integers"), ("integers", "default"), ("integers", "integers_block_48"),
+    ("ratio_fp32", "block_16"), ("unquantized", "integers"), ("integers", "unquantized"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("old", "new"), CHANGES)

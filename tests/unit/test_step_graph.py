@@ -201,25 +201,13 @@ class SmallRun:
         train = SimpleNamespace(gradient_accumulation=2, max_grad_norm=1.0, steps=1000)
         self.session: Any = SimpleNamespace(
             job=SimpleNamespace(train=train, save=SaveSection(), seed=3, coat=SimpleNamespace(fallback="auto")),
-            transformer=nn.Identity(),
-            workers=Workers("cpu"),
-            watch=self.watch,
-            lora=self.lora,
-            dataset=SimpleNamespace(batch=lambda batch: {}),
-            objective=self,
-            optimizer=optimizer,
+            transformer=nn.Identity(), workers=Workers("cpu"), watch=self.watch, lora=self.lora,
+            dataset=SimpleNamespace(batch=lambda batch: {}), objective=self, optimizer=optimizer,
             lr_scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer),
-            ema=LoraEMA(self.lora, EMASection(ema_decay=0.9)),
-            live=SimpleNamespace(poll=frozenset),
-            log=SimpleNamespace(step=self._record, info=self.lines.info),
-            epoch=0,
-            step=0,
-            outstanding=None,
-            skips_on_device=late,
-            captures=captures,
-            fused=None,
-            graphs=None,
-        )
+            ema=LoraEMA(self.lora, EMASection(ema_decay=0.9)), live=SimpleNamespace(poll=frozenset),
+            log=SimpleNamespace(step=self._record, info=self.lines.info), epoch=0, step=0, outstanding=None,
+            skips_on_device=late, captures=captures, fused=None, graphs=None,
+        )  # fmt: skip
 
     def draw(self, batch: dict[str, Tensor], draw: int) -> dict[str, Tensor]:
         tokens = self._tokens[draw // 2 % len(self._tokens)]

@@ -20,14 +20,8 @@ CHECKOUT = Path(__file__).parent / "checkout"
 PACKAGE = REPOSITORY / "extensions" / "coat_flux"
 VERSION, NEWER_VERSION = "0.12.26", "0.13.19"
 HOST_MODULES = (
-    "toolkit",
-    "jobs",
-    "extensions",
-    "extensions_built_in",
-    "version",
-    "late",
-    "coat_flux.trainers.ai_toolkit",
-)
+    "toolkit", "jobs", "extensions", "extensions_built_in", "version", "late", "coat_flux.trainers.ai_toolkit",
+)  # fmt: skip
 PHOTOS = 5
 Patch = pytest.MonkeyPatch
 Printed = pytest.CaptureFixture[str]
@@ -43,15 +37,11 @@ def make_entry(root: Path, kind: str, **changes: Any) -> dict[str, Any]:
             Image.new("RGB", (64, 64), (40 * number, 90, 120)).save(photos / f"{number}.png")
             (photos / f"{number}.txt").write_text(f"coatwear, photo {number} of a shirt")
     entry: dict[str, Any] = {
-        "type": kind,
-        "training_folder": str(root / "out"),
-        "training_seed": 7,
-        "trigger_word": "coatwear",
+        "type": kind, "training_folder": str(root / "out"), "training_seed": 7, "trigger_word": "coatwear",
         "model": {"name_or_path": str(PACKAGE / "mini_flux" / "files"), "is_flux": True},
-        "network": {"type": "lora", "linear": 4},
-        "train": {"noise_scheduler": "flowmatch", "steps": 3},
+        "network": {"type": "lora", "linear": 4}, "train": {"noise_scheduler": "flowmatch", "steps": 3},
         "datasets": [{"folder_path": str(photos), "resolution": [64]}],
-    }
+    }  # fmt: skip
     for key, value in changes.items():
         entry[key] = {**entry.get(key, {}), **value} if isinstance(value, dict) else value
     return entry

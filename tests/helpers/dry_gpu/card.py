@@ -59,27 +59,21 @@ class Event:
 
 
 # what is asked of torch.cuda about the card
+UNDONE = ("init", "empty_cache", "synchronize", "set_device", "set_sync_debug_mode", "reset_peak_memory_stats")
+BYTES = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
 CUDA: dict[str, Any] = {
+    **dict.fromkeys(UNDONE, lambda *_: None),
+    **dict.fromkeys(BYTES, lambda *_: 0),
     "is_available": lambda: True,
     "device_count": lambda: 1,
     "current_device": lambda: CARD.index,
-    "set_device": lambda _: None,
     "device": lambda _: nullcontext(),
-    "init": lambda: None,
-    "empty_cache": lambda: None,
-    "synchronize": lambda *_: None,
     "get_device_name": lambda *_: "a card that is not there",
     "get_device_capability": lambda *_: CAPABILITY,
     "get_device_properties": lambda *_: SimpleNamespace(total_memory=MEMORY, multi_processor_count=132),
     "mem_get_info": lambda *_: (MEMORY, MEMORY),
-    "memory_allocated": lambda *_: 0,
-    "memory_reserved": lambda *_: 0,
-    "max_memory_allocated": lambda *_: 0,
-    "max_memory_reserved": lambda *_: 0,
-    "reset_peak_memory_stats": lambda *_: None,
     "is_current_stream_capturing": lambda: False,
     "get_sync_debug_mode": lambda: 0,
-    "set_sync_debug_mode": lambda _: None,
     "Event": Event,
     "Stream": Stream,
     "stream": stream,

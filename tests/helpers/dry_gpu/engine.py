@@ -73,15 +73,8 @@ def dry_session(
     wanted = {"ema_config": {"use_ema": True}, "gradient_checkpointing": True, **(train or {})}
     if not coat.get("enabled", True):
         wanted = {"optimizer": "adamw", **wanted}
-    raw = engine_job(
-        "dry",
-        model=folder,
-        images=folder / "photos",
-        out=folder / "out",
-        coat=coat,
-        train=wanted,
-        network={"linear": 16},
-    )
+    places = {"model": folder, "images": folder / "photos", "out": folder / "out"}
+    raw = engine_job("dry", **places, coat=coat, train=wanted, network={"linear": 16})
     raw["config"]["process"][0]["device"] = "cuda"
     if full:
         del raw["config"]["process"][0]["network"]
