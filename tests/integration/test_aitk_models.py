@@ -40,17 +40,10 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
 
 def entry_of(arch: str, qtype: str, steps: int = STEPS, **changes: Any) -> dict[str, Any]:
     model = {"name_or_path": f"models/{arch}", "arch": arch, "quantize": True, "qtype": qtype, "quantize_te": False}
-    settings = {
-        "model": model,
-        "train.lr_scheduler": "constant",
-        "save.save_every": STEPS // 2,
-        "save.dtype": "float32",
-        "sample.sample_every": STEPS,
-        "sample.prompts": ["a plain red [trigger]"],
-        "train.disable_sampling": arch in NO_SAMPLES,
-        "datasets.0.cache_latents_to_disk": False,
-        "coat.memory": KEEP,
-    }
+    saved = {"save.save_every": STEPS // 2, "save.dtype": "float32"}
+    samples = {"sample.sample_every": STEPS, "sample.prompts": ["a plain red [trigger]"]}
+    settings = {"model": model, "train.lr_scheduler": "constant", "coat.memory": KEEP, **saved, **samples}
+    settings |= {"train.disable_sampling": arch in NO_SAMPLES, "datasets.0.cache_latents_to_disk": False}
     if arch == "flux_kontext":
         settings["datasets.0.control_path"] = PHOTOS
     return make_real_entry(settings | changes, steps=steps)

@@ -226,19 +226,11 @@ if "STOP" in os.environ:
 
 def stopped_entry(checkout: Checkout) -> dict[str, Any]:
     photo = min((checkout.root / "datasets_example" / "clothing").glob("*.png"))
-    validation = {
-        "resolution": 64,
-        "validate_every_n_steps": VALIDATE_EVERY,
-        "validation_items": [{"image_path": str(photo), "prompt": "dungarees"}],
-    }
-    changes = {
-        "sqlite_db_path": str(checkout.root / "jobs.db"),
-        "save.save_every": SAVE_EVERY,
-        "sample.sample_every": SAMPLE_EVERY,
-        "sample.prompts": ["a plain [trigger]", "a dotted [trigger]"],
-        "sample.sample_steps": 1,
-        "train.validation_config": validation,
-    }
+    photos = [{"image_path": str(photo), "prompt": "dungarees"}]
+    validation = {"resolution": 64, "validate_every_n_steps": VALIDATE_EVERY, "validation_items": photos}
+    samples = {"sample.sample_every": SAMPLE_EVERY, "sample.prompts": ["a plain [trigger]", "a dotted [trigger]"]}
+    changes = {"sqlite_db_path": str(checkout.root / "jobs.db"), "save.save_every": SAVE_EVERY, **samples}
+    changes |= {"sample.sample_steps": 1, "train.validation_config": validation}
     return make_real_entry(changes, steps=LAST, ema_config=AVERAGE, skip_first_sample=True)
 
 
@@ -281,13 +273,9 @@ OUT = ["01_striped_red.jpg", "07_plain_orange.jpg"]
 
 
 def held_out_entry(every: int) -> dict[str, Any]:
-    changes = {
-        "save.save_every": 3,
-        "sample.sample_every": 1000,
-        "sample.prompts": ["a plain [trigger]"],
-        "training_seed": 11,
-        "validation": {"hold_out": OUT, "every": every},
-    }
+    samples = {"sample.sample_every": 1000, "sample.prompts": ["a plain [trigger]"]}
+    validation = {"hold_out": OUT, "every": every}
+    changes = {"save.save_every": 3, "training_seed": 11, "validation": validation, **samples}
     return make_real_entry(changes, steps=8, ema_config={"use_ema": True, "ema_decay": 0.5}, skip_first_sample=True)
 
 

@@ -39,13 +39,9 @@ from tests.helpers.locks import held_by_another_process
 
 STEPS = 8
 ACCUMULATION = 2
-TRAIN = {
-    **COAT_ENTRY["train"],
-    "steps": STEPS,
-    "gradient_accumulation": ACCUMULATION,
-    "ema_config": {"use_ema": True, "ema_decay": 0.9},
-    "batch_size": 2,
-}
+AVERAGE = {"use_ema": True, "ema_decay": 0.9}
+TRAIN = {"steps": STEPS, "gradient_accumulation": ACCUMULATION, "ema_config": AVERAGE, "batch_size": 2}
+TRAIN |= COAT_ENTRY["train"]
 SAVE = {"save_every": 3, "max_step_saves_to_keep": 1}
 
 

@@ -158,14 +158,8 @@ def test_rounds_alternate_and_what_gives_no_figures_is_not_tried_again(monkeypat
 
 def ran(number: int, name: str, samples: list[float], level: str = "step", **figures: Any) -> dict[str, Any]:
     step = {"what": "step", "resolution": 64, "batch": 2, "samples_ms": samples, "peak_bytes": 10 * number}
-    return {
-        "round": number,
-        "level": level,
-        "configuration": name,
-        "sizes": [[64, 2]],
-        "status": "ok",
-        "measurements": [{**step, "figures": figures}],
-    }
+    row = {"round": number, "level": level, "configuration": name, "sizes": [[64, 2]]}
+    return {**row, "status": "ok", "measurements": [{**step, "figures": figures}]}
 
 
 def broke(number: int, name: str, status: str, reason: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import diffusers.models.transformers.transformer_flux as transformer_flux
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from coat_core.linear.module import FP8Linear
 from coat_flux.blocks import measure as pick
@@ -153,14 +153,7 @@ def test_on_a_gpu_kernels_are_named_and_each_fall_back_has_its_reason(
 class FluxSingleTransformerBlock(transformer_flux.FluxSingleTransformerBlock):
     """A later diffusers whose block computes something else under the same names."""
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        temb: Tensor,
-        image_rotary_emb: Any = None,
-        joint_attention_kwargs: Any = None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, joint_attention_kwargs=None):
         text, image = super().forward(hidden_states, encoder_hidden_states, temb, image_rotary_emb)
         return text + 0.1 * (text - encoder_hidden_states), image + 0.1 * (image - hidden_states)
 

@@ -187,15 +187,10 @@ def test_the_optimizer_gets_the_block_s_values_and_optimizer_params_override_the
 def test_the_linear_gets_weight_and_activation_options():
     activation = {"use_fp8": False, "format": "e5m2", "grad_format": "bf16", "linear_granularity": "per_tensor"}
     block = {"weight": {"format": "e5m2", "granularity": "per_row"}, "activation": activation, "fallback": "error"}
-    assert COATConfig.from_dict(block).linear_config() == FP8LinearConfig(
-        weight_format="e5m2",
-        weight_granularity="per_row",
-        input_format="e5m2",
-        grad_format="bf16",
-        input_granularity="per_tensor",
-        use_fp8_gemm=False,
-        fallback="error",
-    )
+    weight = {"weight_format": "e5m2", "weight_granularity": "per_row"}
+    inputs = {"input_format": "e5m2", "input_granularity": "per_tensor", "grad_format": "bf16"}
+    expected = FP8LinearConfig(**weight, **inputs, use_fp8_gemm=False, fallback="error")
+    assert COATConfig.from_dict(block).linear_config() == expected
     assert COATConfig().linear_config() == FP8LinearConfig()
 
 

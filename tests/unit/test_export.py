@@ -291,12 +291,9 @@ def test_the_command_names_the_file_so_that_no_resume_takes_it(lora, capsys):
     assert load_file(target)["lora_unet_single_blocks_0_linear2.lora_up.weight"].dtype == torch.bfloat16
 
 
-def linears(model):
-    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-
-
 def test_every_linear_of_flux_has_its_two_names_and_its_size():
-    flux_dev = linears(make_flux_dev_geometry("meta"))
+    modules = make_flux_dev_geometry("meta").named_modules()
+    flux_dev = {name: module for name, module in modules if isinstance(module, nn.Linear)}
     for name, module in flux_dev.items():
         linear, part = lora_files.place_of(name)
         assert linear.members[part] == name

@@ -30,12 +30,9 @@ def job_of(tmp_path: Path, coat: dict[str, Any] | None = None, **blocks: Any) ->
     return JobConfig.from_dict(raw)
 
 
-def study_of(job: JobConfig, folder: Path = Path("out")) -> Study:
-    return Study(job, folder, 11, 2, ["a.png", "<b>.png"], torch.device("cpu"))
-
-
 def prepared(job: JobConfig, arm: dict[str, Any]) -> JobConfig:
-    return JobConfig.from_dict(study_of(job).prepare("run", arm, 9))
+    study = Study(job, Path("out"), 11, 2, ["a.png", "<b>.png"], torch.device("cpu"))
+    return JobConfig.from_dict(study.prepare("run", arm, 9))
 
 
 def test_bf16_differs_in_coat_quantize_and_optimizer_alone(tmp_path):
