@@ -147,12 +147,9 @@ def krea2() -> Made:
     """Krea 2: text of several encoder layers, grouped heads; sequences are padded to 256 tokens."""
     host = module("krea2.src.mmdit")
     return host.SingleStreamDiT(host.SingleMMDiTConfig(**KREA2, patch=2, channels=4)), {
-        "img": TOKENS,
-        "context": draw(1, TEXT, 12, 128),
-        "t": TIME,
-        "pos": joint_grid(),
+        "img": TOKENS, "context": draw(1, TEXT, 12, 128), "t": TIME, "pos": joint_grid(),
         "mask": torch.ones(1, TEXT + IMAGE, dtype=torch.bool),
-    }
+    }  # fmt: skip
 
 
 def ideogram4() -> Made:
@@ -163,13 +160,10 @@ def ideogram4() -> Made:
     indicator = torch.full((1, TEXT + IMAGE), host.OUTPUT_IMAGE_INDICATOR)
     indicator[:, :TEXT] = host.LLM_TOKEN_INDICATOR
     return host.Ideogram4Transformer2DModel(host.Ideogram4Config(**sizes, **own)), {
-        "llm_features": draw(1, TEXT + IMAGE, TEXT_WIDTH),
-        "x": draw(1, TEXT + IMAGE, 16),
-        "t": TIME,
-        "position_ids": joint_grid().long(),
-        "segment_ids": torch.ones(1, TEXT + IMAGE, dtype=torch.int64),
+        "llm_features": draw(1, TEXT + IMAGE, TEXT_WIDTH), "x": draw(1, TEXT + IMAGE, 16), "t": TIME,
+        "position_ids": joint_grid().long(), "segment_ids": torch.ones(1, TEXT + IMAGE, dtype=torch.int64),
         "indicator": indicator,
-    }
+    }  # fmt: skip
 
 
 # -- classes that ai-toolkit has of its own, and Wan -----------------------------------------------------------------
@@ -259,23 +253,17 @@ def ernie_image() -> Made:
     sizes = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_layers": 2, "ffn_hidden_size": 768}
     own = {"in_channels": 16, "out_channels": 16, "text_in_dim": TEXT_WIDTH, "rope_axes_dim": tuple(AXES)}
     return module("ernie_image.transformer").ErnieImageTransformer2DModel(**sizes, **own), {
-        "hidden_states": draw(1, 16, SIDE, SIDE),
-        "timestep": TIME,
-        "text_bth": STATES,
-        "text_lens": torch.tensor([TEXT]),
-        "return_dict": False,
-    }
+        "hidden_states": draw(1, 16, SIDE, SIDE), "timestep": TIME, "text_bth": STATES,
+        "text_lens": torch.tensor([TEXT]), "return_dict": False,
+    }  # fmt: skip
 
 
 def prx_pixel() -> Made:
     kind = module("prx_pixel_t2i.src.transformer_prx").PRXTransformer2DModel
     return kind(in_channels=3, patch_size=4, axes_dim=[32, 32], **HIDDEN), {
-        "hidden_states": draw(1, 3, 4 * SIDE, 4 * SIDE),
-        "timestep": TIME,
-        "encoder_hidden_states": STATES,
-        "attention_mask": ALL_TEXT,
-        "return_dict": False,
-    }
+        "hidden_states": draw(1, 3, 4 * SIDE, 4 * SIDE), "timestep": TIME, "encoder_hidden_states": STATES,
+        "attention_mask": ALL_TEXT, "return_dict": False,
+    }  # fmt: skip
 
 
 def f_lite() -> Made:
@@ -301,16 +289,8 @@ def cogview4() -> Made:
 
 
 def ltx2() -> Made:
-    inputs = {
-        "hidden_states": TOKENS,
-        "audio_hidden_states": draw(1, 64, 16),
-        "audio_encoder_hidden_states": STATES,
-        "timestep": LATE,
-        "num_frames": 1,
-        "height": SIDE,
-        "width": SIDE,
-        "audio_num_frames": 64,
-    }
+    inputs = {"hidden_states": TOKENS, "timestep": LATE, "num_frames": 1, "height": SIDE, "width": SIDE}
+    inputs |= {"audio_hidden_states": draw(1, 64, 16), "audio_encoder_hidden_states": STATES, "audio_num_frames": 64}
     video = {"in_channels": 16, "out_channels": 16, "cross_attention_dim": WIDTH, "caption_channels": TEXT_WIDTH}
     audio = {"audio_in_channels": 16, "audio_out_channels": 16, "audio_cross_attention_dim": 128}
     heads = {"audio_num_attention_heads": HEADS, "audio_attention_head_dim": 32}

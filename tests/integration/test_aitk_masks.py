@@ -129,17 +129,8 @@ def test_the_same_batches_have_ai_toolkits_losses(checkout, datasets, dtype, tol
     (recorder / "__init__.py").write_text(RECORDER, encoding="utf-8")
     changes = {"type": "sd_trainer", "coat": ..., "datasets": datasets, "model.quantize": False}
     changes |= {"save.save_every": 100, "sample.sample_every": 100, "validation": ...}
-    entry = make_real_entry(
-        changes,
-        steps=STEPS,
-        batch_size=2,
-        optimizer="adamw",
-        optimizer_params={},
-        reg_weight=REG_WEIGHT,
-        disable_sampling=True,
-        dtype=dtype,
-        timestep_type="linear",
-    )
+    train = {"steps": STEPS, "batch_size": 2, "optimizer": "adamw", "optimizer_params": {}, "reg_weight": REG_WEIGHT}
+    entry = make_real_entry(changes, **train, disable_sampling=True, dtype=dtype, timestep_type="linear")
     name = f"masks_{dtype}"
     out = checkout.run(name, entry)
     records = torch.load((checkout.folder(name)).with_suffix(".pt"), weights_only=False)

@@ -34,15 +34,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A run with a save and samples at each step, and figures of fidelity by which step 2 is best."""
     with tiny_place(tmp_path_factory.mktemp("compare"), 2) as place:
         sample = {"prompts": ["[trigger] shirt", "a blue [trigger]"], "walk_seed": True, "sample_steps": 2}
-        final = train(
-            "run",
-            place,
-            coat=COAT,
-            network=FEW_LINEARS,
-            train={"steps": STEPS, "lr": 0.05, "disable_sampling": False},
-            save={"save_every": 1, "dtype": "float32"},
-            sample=sample | {"sample_every": 1, "format": "png"},
-        )
+        blocks = {"sample": sample | {"sample_every": 1, "format": "png"}}
+        blocks |= {"save": {"save_every": 1, "dtype": "float32"}, "network": FEW_LINEARS}
+        train_block = {"steps": STEPS, "lr": 0.05, "disable_sampling": False}
+        final = train("run", place, coat=COAT, train=train_block, **blocks)
         rows = [f"{step},{colour},9,0.1,2,5,0.1" for step, colour in enumerate([9, 6, 4, 5])]
         (final.parent / FIDELITY_FILE).write_text("\n".join([",".join(FIDELITY), *rows]) + "\n")
         yield final.parent

@@ -19,14 +19,10 @@ from tests.reliability.bad_configs import job_with
 FRAME = "job: extension\nconfig:\n  name: run\n  process:\n    - type: coat_flux_trainer\n"
 SMALL = {
     "network": {"type": "lora", "linear": 16, "linear_alpha": 16},
-    "save": ...,
     "datasets": [{"folder_path": "photos", "caption_ext": "txt", "resolution": [512, 768]}],
     "train": {"steps": 20, "lr": 1e-4, "optimizer": "coat_fp8_adamw", "dtype": "bf16"},
     "sample": {"width": 64, "height": 64, "prompts": ["a", "b"]},
-    "trigger_word": ...,
-    "training_seed": ...,
-    "device": ...,
-    "coat": ...,
+    **dict.fromkeys(("save", "trigger_word", "training_seed", "device", "coat"), ...),
 }
 PLAIN = {"train.optimizer": "adamw", "model.quantize": False, "model.qtype": "qfloat8"}
 
