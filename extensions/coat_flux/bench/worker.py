@@ -324,7 +324,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "versions": {package: version_of(package) for package in PACKAGES},
+        "versions": {package: version_of(package) for package in PACKAGES} | {"torch": torch.__version__},
     }
     if device.type != "cuda":
         return about

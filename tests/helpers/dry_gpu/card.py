@@ -161,5 +161,7 @@ def card_view(patch: pytest.MonkeyPatch) -> Iterator[CardView]:
     patch.setitem(_allowed_determinism_checks_to_fns, "default", lambda x: {"shape": x.shape, "dtype": x.dtype})
     for name, value in CUDA.items():
         patch.setattr(torch.cuda, name, value)
+    # torch's AdamW asks its stream; a torch with CUDA but without a driver would raise
+    patch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     with view:
         yield view
