@@ -156,7 +156,7 @@ def _neighbours(x, MAX: tl.constexpr):
 
 @triton.jit
 def _log_values(codes, scale, exponent):
-    root = tl.exp2(exponent * -0.5 * (LOG_TOP - codes))
+    root = tl.exp2(exponent * 0.5 * (codes - LOG_TOP))
     return _held(root * scale * root)
 
 
@@ -198,9 +198,9 @@ def _log_codes(values, drawn):
     per_code = tl.div_rn(1.0, tl.where(exponent > 0, exponent, 1.0))
     below = (high_log2 - _log2(tl.where(positive, saturated(values, high), high))) * per_code
     if drawn is None:
-        codes = tl.clamp(LOG_TOP - nearest(below), 1.0, LOG_TOP)
+        codes = tl.clamp(-nearest(below) + LOG_TOP, 1.0, LOG_TOP)
     else:
-        codes = tl.clamp(LOG_TOP - tl.ceil(below), 1.0, LOG_TOP)
+        codes = tl.clamp(-tl.ceil(below) + LOG_TOP, 1.0, LOG_TOP)
         upper_code = tl.minimum(codes + 1.0, LOG_TOP)
         lower = _log_values(codes, high, exponent)
         upper = _log_values(upper_code, high, exponent)

@@ -133,9 +133,9 @@ def as_values(codes):
     """Codes or saved values in fp32; bytes are e4m3, as in `as_codes`."""
     if codes.dtype == tl.uint8:
         bits = codes.to(tl.int32)
-        magnitude = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120  # exponents of bias 7 and 127
-        magnitude = tl.where((bits & 0x7F) == 0x7F, float("nan"), magnitude)
-        values = tl.where(bits >= 0x80, -magnitude, magnitude)
+        signed = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
+        values = signed.to(tl.float32, bitcast=True) * 2.0**120  # exponents of bias 7 and 127
+        values = tl.where((bits & 0x7F) == 0x7F, float("nan"), values)
     else:
         values = codes.to(tl.float32)
     return values

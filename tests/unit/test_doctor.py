@@ -438,6 +438,7 @@ def test_a_run_names_them_at_its_start(triton_here, tmp_path, monkeypatch):
 )
 def test_triton(card, monkeypatch, versions, reason, mark, remedy):
     have_packages(monkeypatch, versions)
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: [])  # a torch that pins no triton
     monkeypatch.setattr(dispatch, "triton_obstacle", lambda _: reason)
     monkeypatch.setattr(shutil, "which", lambda _: None)
     (line,) = probes.triton()
