@@ -188,6 +188,7 @@ def test_a_chat_is_asked_for_what_is_not_the_garment_and_its_answer_is_written(p
     captioner = Captioner(str(folder))
     assert "30 words: background, pose, light. Do not mention clothes" in captioner.prompt
     assert captioner.prompt.startswith("<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Describe")
+    assert captioner.prompt.endswith("<|im_start|>assistant\n")  # the model's turn
     assert "30 words: room. Do not" in Captioner(str(folder), ["room"]).prompt
     assert run("photos", "--model", folder, "--about", "background, pose") == 0
     drafts = texts(photos)
