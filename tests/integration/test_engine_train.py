@@ -219,6 +219,7 @@ def test_photos_held_out_are_measured_and_leave_no_trace_in_a_run_or_its_resume(
 
     log = (held.parent / "coat" / "log.txt").read_text(encoding="utf-8")
     assert re.search(r"network\.dropout: (\d) of \d blocks take the generic flow, which keeps \d+\.\d\d MB", log)
+    assert log.count(".safetensors: loads in: ") == 2  # each save is read back
     found = RunFolder(held.parent).validation
     assert [step for step, _ in found] == [0, 1, 2, 3]
     assert len({loss for _, loss in found}) == 4
