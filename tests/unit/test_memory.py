@@ -5,6 +5,7 @@ import json
 import mmap
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -253,6 +254,17 @@ def test_a_spill_is_said_once_with_numbers():
     assert "8.0 s instead of 2.1 s, and torch holds 23.0 GB of a card of 24.0 GB" in line
     (line,) = spills([2.0, 2.0], reserved=CARD + GB)  # from the first step
     assert line.startswith("torch holds 25.0 GB of a card of 24.0 GB")
+
+
+def test_a_run_on_a_gpu_warns_of_it(monkeypatch):
+    watch, log = step_watch()
+    watch.phases.device, watch._spill = torch.device("cuda"), SpillWatch("win32")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=CARD))
+    for step, reserved in enumerate((ROOMY, CARD + GB, CARD + GB), 1):
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _, reserved=reserved: reserved)
+        watch.end_step(step, 2.0)
+    (line,) = log.said
+    assert line.startswith("WARNING: torch holds 25.0 GB")
 
 
 @pytest.mark.parametrize(
