@@ -28,7 +28,7 @@ from coat_flux.trainers.standalone.trainer import COATTrainer, settle, train_ste
 from coat_flux.trainers.standalone.workers import Workers
 from coat_flux.watch.guard import DeadRunError
 from coat_flux.watch.run_tables import StepStats
-from tests.helpers.asserts import assert_all_bitwise
+from tests.helpers.asserts import assert_all_bitwise, assert_bitwise
 from tests.helpers.engine_job import FEW_LINEARS, ON_DISK, engine_job, rows
 from tests.helpers.guard_limits import set_limits
 from tests.helpers.recorded_graph import RecordedGraph, recording
@@ -263,9 +263,14 @@ def test_gradients_are_scaled_to_max_grad_norm_and_shorter_ones_stay(norm, clipp
     run = SmallRun(False, {})
     for param in run.lora.values():
         param.grad = torch.full((4, 4), norm / math.sqrt(32))
+    torchs = [torch.nn.Parameter(torch.zeros(4, 4)) for _ in run.lora]
+    for param in torchs:
+        param.grad = torch.full((4, 4), norm / math.sqrt(32))
+    torch.nn.utils.clip_grad_norm_(torchs, run.session.job.train.max_grad_norm)
     assert steps._clipped(run.session, torch.tensor(2.0)).tolist() == pytest.approx([2.0, norm])
     grads = torch.cat([param.grad.flatten() for param in run.lora.values() if param.grad is not None])
     assert grads.norm().item() == pytest.approx(clipped, rel=1e-4)
+    assert_bitwise(grads, torch.cat([param.grad.flatten() for param in torchs]))
 
 
 def test_a_dead_run_ends_under_the_right_number():
