@@ -16,7 +16,7 @@ import array
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -81,10 +81,14 @@ def _with_value(variable: ContextVar[T], value: T) -> Iterator[None]:
         variable.reset(token)
 
 
-# pass this thread's launches (kernel, grid, arguments, options) to a function, not to a GPU
-recorded_launches = functools.partial(_with_value, _record)
-# let a function make this thread's results, as a self-test does (`proof.Buffers`)
-allocated_by = functools.partial(_with_value, _allocate)
+def recorded_launches(record: Record) -> AbstractContextManager[None]:
+    """Pass this thread's launches (kernel, grid, arguments, options) to `record`, not to a GPU."""
+    return _with_value(_record, record)
+
+
+def allocated_by(allocate: Allocate) -> AbstractContextManager[None]:
+    """Let `allocate` make this thread's results, as a self-test does (`proof.Buffers`)."""
+    return _with_value(_allocate, allocate)
 
 
 def empty_values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

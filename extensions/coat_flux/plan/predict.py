@@ -47,7 +47,7 @@ class Prediction:
     phases: dict[str, dict[str, int]]  # load, cache, sample (if images are drawn), step, save: peak bytes by part
     peak: int  # the largest phase's total, bytes on the device
     ram_bytes: int  # the most that the process holds in CPU memory
-    disk_bytes: int  # of kept saves, the final one, states to resume from, one being written, and caches
+    disk_bytes: int  # of the run and its caches, without the model's own files
     plan: BlockPlan
     recomputed: tuple[int, ...]  # indices of the blocks that recompute
     assumptions: tuple[str, ...] = ()
@@ -70,13 +70,7 @@ def predict(facts: JobFacts, device_bytes: float | None = None, recomputed: Sequ
     if line := dropout_line(plan):
         assumptions.append(line)
     peak = max(sum(parts.values()) for parts in phases.values())
-    model = facts.model
-    disk = save_space(facts.job, facts.adapter_sizes, model.elements["transformer"]).most
-    if any(entry.cache_latents_to_disk for entry in facts.job.datasets):
-        disk += facts.latent_bytes
-    if facts.caches_text:
-        disk += 2 * facts.data.captions * (model.text_tokens * model.text_width + model.pooled_width)
-    recomputes = tuple(plan.recomputed or ())
+    disk, recomputes = _disk(facts), tuple(plan.recomputed or ())
     return Prediction(phases, peak, _ram(facts, peak), disk, plan, recomputes, tuple(assumptions))
 
 
@@ -218,3 +212,14 @@ def _ram(facts: JobFacts, peak: int) -> int:
     if any(entry.cache_latents for entry in facts.job.datasets):
         total += facts.latent_bytes
     return int(total)
+
+
+def _disk(facts: JobFacts) -> int:
+    """Kept saves, the final one, the states to resume from, one being written, and caches."""
+    job, model = facts.job, facts.model
+    total = save_space(job, facts.adapter_sizes, model.elements["transformer"]).most
+    if any(entry.cache_latents_to_disk for entry in job.datasets):
+        total += facts.latent_bytes
+    if facts.caches_text:
+        total += 2 * facts.data.captions * (model.text_tokens * model.text_width + model.pooled_width)
+    return total
