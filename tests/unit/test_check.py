@@ -23,7 +23,7 @@ from coat_flux.config.ai_toolkit_keys import (
 )
 from coat_flux.config.check import check_job_dict
 from coat_flux.config.coat import DataOptions
-from coat_flux.config.findings import ConfigError, Finding
+from coat_flux.config.findings import ConfigError
 from coat_flux.config.job import JobConfig
 from coat_flux.config.options import block_of, config_fields
 from tests.reliability.bad_configs import BOTH, Changes, check_job_file, job_with, yaml_of
@@ -36,13 +36,6 @@ def findings(changes: Changes, trainer: str = "standalone", **keywords: Any) -> 
     """(severity, key within the process entry, text) of each finding."""
     items = check_job_dict(job_with(changes), file="f.yaml", trainer=trainer, **keywords)
     return [(item.severity, item.key.removeprefix("config.process[0]."), item.text) for item in items]
-
-
-def test_a_finding_is_one_line_with_file_key_value_rule_and_remedy():
-    (item,) = check_job_dict(job_with({"train.steps": 0}), file="f.yaml")
-    text = "must be a whole number of at least 1; write 1000, for example"
-    assert item == Finding("error", "f.yaml", "config.process[0].train.steps", "0", text)
-    assert item.line() == f"f.yaml: config.process[0].train.steps=0: {text}"
 
 
 def test_errors_come_before_warnings_and_what_follows_from_a_mistake_is_no_second_one():
@@ -116,11 +109,11 @@ def test_several_processes_train_a_network_in_our_process(changes, says):
 
 
 def test_a_validation_block_is_checked_in_both_and_measured_in_our_process_alone():
-    wrong = {"hold_out": 2, "every": 0}, {"hold_out": 0}, {"hold_out": "a.jpg"}, {"hold_out": []}, {"hold_out": True}
-    for block in wrong:
-        key = "validation.every" if "every" in block else "validation.hold_out"
-        assert [item[:2] for item in findings({"validation": block}, AI_TOOLKIT)] == [("error", key)]
-        assert [item[:2] for item in findings({"validation": block})] == [("error", key)]
+    wrong: list[tuple[dict[str, Any], str]] = [({"hold_out": 2, "every": 0}, "every")]
+    wrong += [({"hold_out": value}, "hold_out") for value in (0, "a.jpg", [], True)]
+    for block, key in wrong:
+        for trainer in BOTH:
+            assert [item[:2] for item in findings({"validation": block}, trainer)] == [("error", f"validation.{key}")]
     for block in ({"every": 10}, None):
         assert [item[:2] for item in findings({"validation": block})] == [("error", "validation.hold_out")]
     held_out = {"validation": {"hold_out": 2}}
@@ -175,8 +168,6 @@ def test_the_table_says_one_thing_about_each_key():
         assert all(kind in plain or kind.strip("{}[]") in BLOCKS for kind in kinds), row
         assert row["stand-alone"] in ("", "supported", "unsupported", "no effect", "always"), row
         assert bool(row["reason"]) == (row["stand-alone"] == "no effect"), row
-        limits = {word.partition("=")[0] for word in row["values"].split() if "=" in word}
-        assert limits <= {"minimum", "maximum", "above", "below", "example"}, row
 
 
 def toolkit_blocks(cls: type = JobConfig, block: str = PROCESS) -> Iterator[tuple[type, str]]:

@@ -54,14 +54,10 @@ def warnings(folder, captions, trigger="ohwx", **settings) -> list[str]:
     ("captions", "trigger"),
     [
         (["ohwx jacket at sea", "ohwx jacket in rain", "a man in ohwx jacket", "ohwx jacket, night"], "ohwx"),
-        (
-            ["[trigger], a red hat", "[trigger], a blue shoe", "[trigger], a green bag", "[trigger], a white belt"],
-            "ohwx",
-        ),
+        (["[trigger], a red hat", "[trigger], a blue shoe", "[trigger], a bag", "[trigger], a belt"], "ohwx"),
         (["product photo, front view, white background"] * 4, "ohwx"),
         (["Señor Muñoz, Fjällräven, Łódź", "café, über, naïve"], "ohwx"),
         (["a blue hat", "blue sky and a hat", "the hat is blue", "hats are blue"], None),
-        (["blue denim jacket"] * 3, "ohwx"),
         (["{first} {0} %s"] * 2, "{first}"),
     ],
 )

@@ -54,34 +54,28 @@ def test_exif_orientation_shows_the_photo_upright(tmp_path, orientation):
     assert facts(tmp_path / "photo.png").size == (4, 6)
 
 
-def test_transparent_pixels_become_white_and_half_transparent_ones_mix(tmp_path):
-    image = Image.new("RGBA", (3, 1))
-    image.putdata([(0, 0, 0, 0), (0, 0, 0, 128), (10, 20, 30, 255)])
-    image.save(tmp_path / "cutout.png")
-    loaded = np.asarray(load_image(tmp_path / "cutout.png"))[0].tolist()
-    assert loaded == [[255, 255, 255], [127, 127, 127], [10, 20, 30]]
-
-
-def test_palettes_and_grey_with_alpha(tmp_path):
-    image = Image.new("P", (2, 1))
-    image.putpalette([*RED, *BLUE])
-    image.putdata([0, 1])
-    image.save(tmp_path / "palette.png", transparency=1)
-    assert np.asarray(load_image(tmp_path / "palette.png"))[0].tolist() == [list(RED), list(WHITE)]
-    image = Image.new("LA", (2, 1))
-    image.putdata([(40, 255), (40, 0)])
-    image.save(tmp_path / "grey.png")
-    assert np.asarray(load_image(tmp_path / "grey.png"))[0].tolist() == [[40] * 3, [255] * 3]
+def test_each_kind_of_file_has_its_pixels_on_white(tmp_path):
+    """Half transparent ones mix, 16 bits are scaled and not clipped."""
+    palette, grey, cutout = Image.new("P", (2, 1)), Image.new("LA", (2, 1)), Image.new("RGBA", (3, 1))
+    palette.putpalette([*RED, *BLUE])
+    palette.putdata([0, 1])
+    palette.save(tmp_path / "palette.png", transparency=1)
+    grey.putdata([(40, 255), (40, 0)])
+    grey.save(tmp_path / "grey.png")
+    cutout.putdata([(0, 0, 0, 0), (0, 0, 0, 128), (10, 20, 30, 255)])
+    cutout.save(tmp_path / "cutout.png")
+    Image.fromarray(np.array([[0, 257 * 40, 257 * 200 + 100, 65535]], np.uint16)).save(tmp_path / "scan.png")
+    for name, pixels in {
+        "palette.png": [[*RED], [*WHITE]],
+        "grey.png": [[40] * 3, [255] * 3],
+        "cutout.png": [[255] * 3, [127] * 3, [10, 20, 30]],
+        "scan.png": [[0] * 3, [40] * 3, [200] * 3, [255] * 3],
+    }.items():
+        assert np.asarray(load_image(tmp_path / name))[0].tolist() == pixels, name
     halves().quantize(2).save(tmp_path / "opaque.png")
     halves().save(tmp_path / "photo.webp", lossless=True)
     for name in ("opaque.png", "photo.webp"):
         assert np.array_equal(np.asarray(load_image(tmp_path / name)), np.asarray(halves())), name
-
-
-def test_sixteen_bit_grey_is_scaled_not_clipped(tmp_path):
-    values = np.array([[0, 257 * 40, 257 * 200 + 100, 65535]], dtype=np.uint16)
-    Image.fromarray(values).save(tmp_path / "scan.png")
-    assert np.asarray(load_image(tmp_path / "scan.png"))[0, :, 0].tolist() == [0, 40, 200, 255]
 
 
 @pytest.mark.parametrize("mode", ["1", "CMYK"])
@@ -107,9 +101,7 @@ def test_embedded_profile_is_converted_to_srgb(tmp_path, swapped, mode):
     assert np.abs(loaded - (expected[..., ::-1] if swapped else expected)).max() <= tolerances.ICC_LEVELS
 
 
-@pytest.mark.parametrize(
-    "profile", [b"not a profile", *(PROFILE.replace(b"RGB XYZ ", kind + b"XYZ ", 1) for kind in (b"GRAY", b"CMYK"))]
-)
+@pytest.mark.parametrize("profile", [b"not a profile", PROFILE.replace(b"RGB XYZ ", b"GRAYXYZ ", 1)])
 def test_a_profile_that_does_not_fit_is_noted_and_left_out(tmp_path, profile):
     halves().save(tmp_path / "broken.png", icc_profile=profile)
     assert np.array_equal(np.asarray(load_image(tmp_path / "broken.png")), np.asarray(halves()))
@@ -124,21 +116,11 @@ def test_sixteen_bit_colour_loses_at_most_a_level(tmp_path):
     assert facts(tmp_path / "a.png").traits == {"16 bit"}
 
 
-def test_a_phones_jpeg_with_further_pictures_is_no_animation(tmp_path):
-    further = {"save_all": True, "append_images": [Image.new("RGB", (40, 20))]}
-    halves().save(tmp_path / "a.jpg", format="MPO", quality=100, **further)
-    loaded = np.asarray(load_image(tmp_path / "a.jpg"), int)
-    assert np.abs(loaded - np.asarray(halves(), int)).mean() < tolerances.JPEG_LEVELS
-
-
 def test_to_tensor_range_and_layout():
-    image = Image.new("RGB", (3, 2), (0, 255, 51))
-    tensor = to_tensor(image)
-    assert tensor.shape == (3, 2, 3)
-    assert tensor.dtype == torch.float32
-    assert tensor[0].unique().tolist() == [-1.0]
-    assert tensor[1].unique().tolist() == [1.0]
-    assert tensor[2].unique().item() == pytest.approx(51 / 127.5 - 1)
+    tensor = to_tensor(Image.new("RGB", (3, 2), (0, 255, 51)))
+    assert (tensor.shape, tensor.dtype) == ((3, 2, 3), torch.float32)
+    for channel, value in zip(tensor, (-1.0, 1.0, 51 / 127.5 - 1), strict=True):
+        assert channel.unique().tolist() == pytest.approx([value])
 
 
 def garment(colour, seed=1, size=(256, 256)) -> Image.Image:
@@ -162,20 +144,14 @@ def pairs(folder, **images) -> list[tuple[str, str]]:
     "change",
     [
         lambda image: image.resize((640, 640), Image.Resampling.LANCZOS),
-        lambda image: image.resize((120, 120)),
-        lambda image: encoded(image, "JPEG", quality=60),
-        lambda image: image.convert("RGBA"),
-        lambda image: image.crop((1, 1, 255, 255)),
+        lambda image: encoded(image.convert("RGB"), "JPEG", quality=60),
+        lambda image: image.convert("RGBA").crop((1, 1, 255, 255)),
     ],
 )
-def test_the_same_photo_saved_otherwise_is_found(tmp_path, change):
-    image = garment((200, 40, 60))
-    assert pairs(tmp_path, a=image, b=garment((40, 90, 200), seed=2), c=change(image)) == [("a", "c")]
-
-
-def test_another_garment_and_another_colour_are_other_photos(tmp_path):
-    red = garment((200, 40, 60))
-    assert pairs(tmp_path, a=red, b=garment((200, 40, 60), seed=3), c=garment((40, 40, 220)), d=red.rotate(90)) == []
+def test_the_same_photo_saved_otherwise_is_found_and_no_other(tmp_path, change):
+    red, blue = garment((200, 40, 60)), garment((40, 90, 200), seed=2)
+    others = {"b": blue, "d": garment((200, 40, 60), seed=3), "e": garment((40, 40, 220)), "f": red.rotate(90)}
+    assert pairs(tmp_path, a=red, c=change(red), **others) == [("a", "c")]
 
 
 def test_the_crop_to_a_bucket_keeps_the_whole_garment_of_the_example():

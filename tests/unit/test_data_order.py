@@ -248,16 +248,17 @@ def test_files_without_photos_that_ai_toolkit_reads_pass(case, kind, tmp_path):
 
 
 def test_the_lowest_names_the_file_of_its_step_or_the_nearest(tmp_path):
+    def save(file: Path, step: int) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_file({"a": torch.zeros(1)}, file, {"training_info": json.dumps({"step": step, "epoch": 0})})
+
     curve = [(0, 3.0), (2, 1.0), (4, float("nan")), (6, 2.0)]
     assert "1.000000 at step 2 (nothing is saved)" in describe_lowest(curve, tmp_path, "r")
     for name, step in (("r_000000003", 4), ("r", 6), ("rather_000000002", 2)):
-        about = {"training_info": json.dumps({"step": step, "epoch": 0})}
-        save_file({"a": torch.zeros(1)}, tmp_path / f"{name}.safetensors", about)
-    line = "lowest held-out loss 1.000000 at step 2 (not saved; the nearest is r_000000003.safetensors, step 4)"
-    assert describe_lowest(curve, tmp_path, "r") == f"{line}; 2.000000 at step 6"
+        save(tmp_path / f"{name}.safetensors", step)
+    told = describe_lowest(curve, tmp_path, "r")
+    assert "step 2 (not saved; the nearest is r_000000003.safetensors, step 4); 2.000000 at step 6" in told
     assert "step 6 (r.safetensors)" in describe_lowest([(0, 3.0), (6, 2.0)], tmp_path, "r")
-    (tmp_path / "r_000000001" / "transformer").mkdir(parents=True)  # a whole model
-    about = {"training_info": json.dumps({"step": 2, "epoch": 0})}
-    save_file({"a": torch.zeros(1)}, tmp_path / "r_000000001" / "transformer" / "model.safetensors", about)
+    save(tmp_path / "r_000000001" / "transformer" / "model.safetensors", 2)  # a whole model
     assert "step 2 (r_000000001)" in describe_lowest(curve, tmp_path, "r")
     assert describe_lowest([(0, float("nan"))], tmp_path, "r") == "the held-out loss was never finite"

@@ -213,17 +213,16 @@ def test_where_links_cannot_be_made_files_are_copied(folder, tmp_path, monkeypat
 
 
 def test_what_cannot_be_copied_is_an_error(folder, tmp_path, monkeypatch):
-    with pytest.raises(DatasetError, match="within the dataset"):
-        prepare_copy(folder, folder / "run" / "data")
-    assert not (folder / "run").exists()
-
     def full(*_):
         raise OSError(28, "No space left on device")
 
+    with pytest.raises(DatasetError, match="within the dataset"):
+        prepare_copy(folder, folder / "run" / "data")
     with monkeypatch.context() as patch:
         patch.setattr(prepare_module, "_make", full)
         with pytest.raises(DatasetError, match="No space left on device"):
             prepare_copy(folder, tmp_path / "copy")
+    assert not (folder / "run").exists()
     assert not (tmp_path / "copy").exists()
     write(folder / "bad.jpg", half(jpeg()))
     with pytest.raises(DatasetError, match=r"bad\.jpg: cannot be read"):

@@ -19,12 +19,10 @@ from coat_flux.base import environment
 from coat_flux.blocks.held import room_of, usable_bytes
 from coat_flux.cli.entry import main
 from coat_flux.doctor import on_gpu, probes
-from coat_flux.doctor.probes import ABSENT, BAD, GOOD, Line, ai_toolkit, diagnose, verdict
+from coat_flux.doctor.probes import BAD, GOOD, Line, ai_toolkit, diagnose, verdict
 from coat_flux.mini_flux import MINI_FLUX
 from tests.helpers.aitk_standin.host import PACKAGE, copy_checkout
 from tests.helpers.operators import as_on_cuda
-
-SMALL = {"double": 1, "single": 1, "heads": 1, "rank": 4}
 
 
 def have_packages(monkeypatch, versions):
@@ -57,19 +55,11 @@ def card(monkeypatch):
     return card
 
 
-@pytest.mark.parametrize(
-    ("lines", "works", "text"),
-    [
-        ([Line(GOOD, "GPU 0", "x")], True, "training works here"),
-        ([Line(BAD, "GPU 0", "busy", "end it"), Line(BAD, "disk", "full", "free")], True, "training works here"),
-        ([Line(ABSENT, "GPU", "none")], True, "training works here on the CPU only"),
-        ([Line(GOOD, "GPU 0", "x"), Line(BAD, "peft", "old", "update", stops=True)], False, "see peft"),
-    ],
-)
-def test_the_verdict(lines, works, text):
-    found = verdict(lines)
-    assert found[0] is works
-    assert text in found[1]
+def test_what_stops_is_in_the_verdict():
+    busy, old = Line(BAD, "GPU 0", "busy", "end it"), Line(BAD, "peft", "old", "update", stops=True)
+    assert verdict([busy]) == (True, "training works here")
+    works, text = verdict([busy, old])
+    assert (works, "see peft" in text) == (False, True)
 
 
 def test_a_probe_that_fails_is_a_line_and_the_others_go_on(monkeypatch):
@@ -118,26 +108,19 @@ def test_a_torch_for_the_cpu_beside_a_gpu_stops(monkeypatch, cuda, names, stops)
 
 
 def test_versions_are_held_against_the_bounds_of_setup(monkeypatch):
-    have = {"diffusers": "0.35.1", "transformers": "5.0.0.dev0", "safetensors": "0.5"}
     wanted = ["torch>=2.9", "diffusers>=0.36", "transformers>=4.57", "peft>=0.17", "safetensors>=0.5"]
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: [*wanted, 'pytest>=8; extra == "test"'])
-    have_packages(monkeypatch, have)
+    have_packages(monkeypatch, {"diffusers": "0.35.1", "transformers": "5.0.0.dev0", "safetensors": "0.5"})
     old, missing, rest = probes.packages()
     assert [line.stops for line in (old, missing, rest)] == [True, True, False]
-    assert (old.subject, missing.subject) == ("diffusers", "peft")
-    assert ("must be >=0.36" in old.text, "'diffusers>=0.36'" in old.remedy) == (True, True)
-    assert ("not installed" in missing.text, "'peft>=0.17'" in missing.remedy) == (True, True)
+    assert (old.subject, "'diffusers>=0.36'" in old.remedy) == ("diffusers", True)
+    assert (missing.subject, "'peft>=0.17'" in missing.remedy) == ("peft", True)
     assert "transformers 5.0.0.dev0, safetensors 0.5; 4 checked" in rest.text
 
 
 @pytest.mark.parametrize(
     ("limit", "free", "total", "mark"),
-    [
-        (None, 100, 256, "✓"),
-        ("max", 100, 256, "✓"),
-        ("12000000000", 10, 12, "✗"),
-        ("200000000000", 100, 200, "✓"),
-    ],
+    [(None, 100, 256, "✓"), ("max", 100, 256, "✓"), ("12000000000", 10, 12, "✗"), ("200000000000", 100, 200, "✓")],
 )
 def test_memory_of_a_container_counts(monkeypatch, tmp_path, limit, free, total, mark):
     monkeypatch.setattr(probes, "CGROUP", tmp_path)
@@ -162,25 +145,17 @@ def cache(tmp_path, monkeypatch):
     return snapshot
 
 
-def test_the_model_in_the_cache(cache, tmp_path):
+def test_the_model_is_whole_in_the_cache_or_can_be_downloaded(cache, tmp_path, monkeypatch):
     (line,) = probes.model()
     assert (line.mark, "has no vae/" in line.text) == ("✗", True)
     (tmp_path / "vae").rename(cache / "vae")
     assert [str(line) for line in probes.model()] == [f"✓ FLUX.1-dev: in the cache: {cache}"]
-
-
-@pytest.mark.parametrize(
-    ("token", "offline", "mark", "word"),
-    [(None, "0", "✗", "hf auth login"), ("x", "0", "-", "34 GB; a token"), ("x", "1", "✗", "HF_HUB_OFFLINE")],
-)
-def test_the_model_is_not_in_the_cache(cache, monkeypatch, token, offline, mark, word):
     cache.rename(cache.parents[1] / "elsewhere")
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: token)
-    monkeypatch.setenv("HF_HUB_OFFLINE", offline)
-    (line,) = probes.model()
-    assert line.mark == mark
-    assert word in str(line)
+    for token, mark, word in ((None, "✗", "hf auth login"), ("x", "-", "34 GB; a token")):
+        monkeypatch.setattr("huggingface_hub.get_token", lambda token=token: token)
+        (line,) = probes.model()
+        assert (line.mark, word in str(line)) == (mark, True)
 
 
 def test_disk(cache, tmp_path, monkeypatch):
@@ -209,15 +184,12 @@ def test_a_checkout_and_our_link_in_it(tmp_path, monkeypatch):
     link.mkdir()
     (checkout / "version.py").write_text('VERSION = "0.9.1"\nraise SystemExit(3)\n')
     assert [line.mark for line in ai_toolkit(checkout)] == ["✗", "✗"]
-    monkeypatch.delenv("AI_TOOLKIT_ROOT", raising=False)
-    monkeypatch.chdir(tmp_path)
-    assert next(ai_toolkit(None)).mark == "-"
-    monkeypatch.chdir(checkout)
-    assert next(ai_toolkit(None)).text.startswith(f"0.9.1 in {checkout}")
     monkeypatch.setenv("AI_TOOLKIT_ROOT", str(tmp_path))
     line = next(ai_toolkit(None))
-    assert line.stops
-    assert "no run.py, toolkit/extension.py, extensions" in line.text
+    assert (line.stops, "no run.py, toolkit/extension.py, extensions" in line.text) == (True, True)
+    monkeypatch.delenv("AI_TOOLKIT_ROOT")
+    monkeypatch.chdir(checkout)
+    assert next(ai_toolkit(None)).text.startswith(f"0.9.1 in {checkout}")
 
 
 def test_a_card_and_none(card, monkeypatch):
@@ -258,9 +230,9 @@ def test_fp8_of_a_card(card, monkeypatch):
     found["int8"] = {"us": 1.0, "tflops": 9.0, "db": 12.0, "error": "wrong values"}
     monkeypatch.setattr(on_gpu, "try_product", lambda kind, *_: found[kind])
     refused, wrong, fast = probes.fp8_gemms()
-    assert (refused.mark, refused.text, refused.stops) == ("✗", "per_row GEMM does not run: no kernel", False)
-    assert (wrong.mark, wrong.text) == ("✗", "int8 GEMM does not run: wrong values")
-    assert str(fast).startswith("✓ FP8 on GPU 0: bf16 1,200.0 TFLOP/s, per_tensor 1,200.0 TFLOP/s")
+    assert [(line.mark, line.stops) for line in (refused, wrong, fast)] == [("✗", False), ("✗", False), ("✓", False)]
+    assert ("per_row" in refused.text, "int8" in wrong.text, "wrong values" in wrong.text) == (True, True, True)
+    assert "bf16 1,200.0 TFLOP/s, per_tensor 1,200.0 TFLOP/s" in fast.text
     found |= {kind: {"refused": "no kernel image"} for kind in found}
     assert [line.stops for line in probes.fp8_gemms()] == [True, *[False] * (len(found) - 1)]
     card.capability = (8, 6)
@@ -292,33 +264,22 @@ def test_a_product_is_compared_and_timed(kind, monkeypatch):
     assert on_gpu.try_product(*how) == {"error" if kind == "bf16" else "refused": "RuntimeError: no"}
 
 
-def test_the_report_has_figures_and_refusals_by_kind_and_a_line_for_a_process_without_a_result(
-    monkeypatch, capsys, tmp_path
-):
-    figures = {"us": 12.0, "tflops": 345.0, "db": 55.5}
-    results = {kind: {"status": "ok", "items": {"64 -> 64": figures}} for kind in (*on_gpu.KINDS, on_gpu.OPERATORS)}
-    results["machine"] = {"status": "ok", "items": {"machine": {"device": "a card"}}}
-    results["per_row"] = {"status": "ok", "items": {"64 -> 64": {"refused": "no kernel"}}}
-    results["int8"] = {"status": "failed", "reason": "signal 11 and no result"}
+def test_the_report_has_figures_of_each_process_and_a_line_for_one_without_a_result(monkeypatch, capsys, tmp_path):
     asked = []
 
     def start(spec, seconds, module):
-        asked.append((spec["device"], module))
-        return results[spec["configuration"]]
+        asked.append((spec["configuration"], spec["device"], module))
+        if spec["configuration"] == "int8":
+            return {"status": "failed", "reason": "signal 11 and no result"}
+        return {"status": "ok", "items": {"64 -> 64": {"us": 12.0, "tflops": 345.0}}}
 
     monkeypatch.setattr(on_gpu, "start_worker", start)
     monkeypatch.setattr(probes, "PROBES", ())
     monkeypatch.chdir(tmp_path)
     main(["doctor", "--gpu"])
-    shown = capsys.readouterr().out
-    for line in (
-        "device a card",
-        "per_row, 64 -> 64: refused no kernel",
-        "us 12, tflops 345, db 55.5",
-        "int8: signal 11",
-    ):
-        assert line in shown
-    assert set(asked) == {("cuda", on_gpu.__name__)}
+    shown = capsys.readouterr().out.splitlines()
+    assert {"per_row, 64 -> 64: us 12, tflops 345", "int8: signal 11 and no result"} <= set(shown)
+    assert asked == [(kind, "cuda", on_gpu.__name__) for kind in (on_gpu.MACHINE, *on_gpu.KINDS, on_gpu.OPERATORS)]
 
 
 @pytest.mark.triton
@@ -331,14 +292,12 @@ def test_operators_of_a_step_are_proved(monkeypatch):
         proved.extend(dict.fromkeys(call.operator for call in calls))
         return {proved[0]: "", proved[1]: "values are off"}
 
-    monkeypatch.setattr(on_gpu, "prove", prove)
-    measure_steps = on_gpu.measure_steps
-
-    def steps(row, *how):
+    def steps(row, *how, measure_steps=on_gpu.measure_steps):
         if row.name == "coat_int8":
             raise RuntimeError("no products\nhere")
         return measure_steps(row, *how)
 
+    monkeypatch.setattr(on_gpu, "prove", prove)
     monkeypatch.setattr(on_gpu, "measure_steps", steps)
     spec = {"geometry": {"double": 3, "single": 3, "heads": 1, "rank": 4}, "sizes": [[16, 1]], "device": "cpu"}
     with as_on_cuda(monkeypatch):
@@ -353,7 +312,7 @@ def test_operators_of_a_step_are_proved(monkeypatch):
 
 def test_the_process_of_a_kind(monkeypatch):
     """It fails where values are wrong; the machine says whether kernels run."""
-    spec = {"device": "cpu", "geometry": SMALL, "sizes": [[16, 1]], "seconds": 60.0, "configuration": "per_row"}
+    spec = {"device": "cpu", "geometry": {"heads": 1}, "sizes": [[16, 1]], "seconds": 60.0, "configuration": "per_row"}
     for figures, status in (({"refused": "no"}, "ok"), ({"error": "wrong values"}, "failed")):
         monkeypatch.setattr(on_gpu, "try_product", lambda *_, figures=figures: figures)
         result = on_gpu.run(spec)
@@ -388,8 +347,6 @@ def triton_here(monkeypatch):
 
 def test_what_triton_needs_is_named_with_its_remedy(triton_here, tmp_path, monkeypatch):
     triton_here.include = tmp_path
-    missing = environment.triton_problem()
-    assert ("Python.h" in missing[0], "python3-dev" in missing[1]) == (True, True)
     (tmp_path / "Python.h").touch()
     assert environment.triton_problem() is None
     monkeypatch.setattr(shutil, "which", lambda _: None)
@@ -406,7 +363,7 @@ def test_what_triton_needs_is_named_with_its_remedy(triton_here, tmp_path, monke
     monkeypatch.setattr(environment, "WINDOWS", True)
     assert environment.triton_problem()[1] == "pip install triton-windows"
     triton_here.versions["triton-windows"] = "3.7.0.post1"
-    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.delenv("CC")
     assert environment.triton_problem() is None
 
 
@@ -428,19 +385,11 @@ def test_a_run_names_them_at_its_start(triton_here, tmp_path, monkeypatch):
     assert room_of(8e9) == 8e9 - 1.28e9
 
 
-@pytest.mark.parametrize(
-    ("versions", "reason", "mark", "remedy"),
-    [
-        ({"triton": "3.9.0"}, None, "✓", ""),
-        ({"triton": "3.9.0"}, "no gcc", "✗", "set CC"),
-        ({}, "triton is not installed", "✗", "pip install triton"),
-    ],
-)
-def test_triton(card, monkeypatch, versions, reason, mark, remedy):
-    have_packages(monkeypatch, versions)
+@pytest.mark.parametrize(("reason", "mark", "remedy"), [(None, "✓", ""), ("no gcc", "✗", "set CC")])
+def test_triton(card, monkeypatch, reason, mark, remedy):
+    have_packages(monkeypatch, {"triton": "3.9.0"})
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: [])  # a torch that pins no triton
     monkeypatch.setattr(dispatch, "triton_obstacle", lambda _: reason)
     monkeypatch.setattr(shutil, "which", lambda _: None)
     (line,) = probes.triton()
-    assert (line.mark, remedy in line.remedy) == (mark, True)
-    assert versions.get("triton", "not installed") in line.text
+    assert (line.mark, remedy in line.remedy, "3.9.0" in line.text) == (mark, True, True)

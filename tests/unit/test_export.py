@@ -1,7 +1,6 @@
 """LoRA files: the check after a save, other key layouts and back to the bit, and diffusers' own hands on them."""
 
 import math
-import pickle
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -98,13 +97,6 @@ def test_a_lora_without_effect_is_refused(check, tensors):
         check({key: tensor * 0 if "lora_B" in key else tensor for key, tensor in tensors.items()})
 
 
-@pytest.mark.parametrize(("half", "value"), [("lora_A", math.nan), ("lora_B", -math.inf)])
-def test_values_that_are_not_finite_are_refused(check, tensors, half, value):
-    tensors[f"{Q}.{half}.weight"][1, 1] = value
-    with pytest.raises(lora_files.ExportError, match=r"0\.attn\.to_q: .*NaN"):
-        check(tensors)
-
-
 DELETED = object()
 
 
@@ -116,6 +108,8 @@ DELETED = object()
         (f"{Q}.lora_A.weight", torch.ones(3, HIDDEN), r"down \(3, 64\) and up \(64, 2\)"),
         (f"{Q}.lora_A.weight", torch.ones(2, 1, HIDDEN), r"\[r, K\] and \[N, r\]"),
         (f"{Q}.lora_A.weight", torch.ones(2, HIDDEN).int(), r"torch\.int32"),
+        (f"{Q}.lora_A.weight", torch.full((2, HIDDEN), math.nan), r"0\.attn\.to_q: .*NaN"),
+        (f"{Q}.lora_B.weight", torch.full((HIDDEN, 2), -math.inf), r"0\.attn\.to_q: .*NaN"),
         (f"{Q}.lora_A.weight", torch.ones(2, 32), "to_q: .* hidden size 64"),
         (f"{Q}.lora_B.weight", torch.ones(65, 2), "to_q: .* hidden size 64"),
         (f"{Q}.lora_down.weight", torch.ones(2, HIDDEN), "two down matrices"),
@@ -130,29 +124,25 @@ def test_what_is_not_a_lora_of_flux_is_refused(check, tensors, key, value, messa
         check({name: tensor for name, tensor in {**tensors, key: value}.items() if tensor is not DELETED})
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        (f"{Q}.lora_B.weight", DELETED, r"to_q\.lora_B\.weight is missing"),
-        (f"{Q}.lora_A.weight", torch.ones(4, HIDDEN), r"shape \(4, 64\), trained was \(2, 64\)"),
-    ],
-)
-def test_what_is_not_what_was_trained_is_refused(check, tensors, key, value, message):
-    saved = {name: tensor for name, tensor in {**tensors, key: value}.items() if tensor is not DELETED}
-    with pytest.raises(lora_files.ExportError, match=message):
-        check(saved, expected={name: tuple(tensor.shape) for name, tensor in tensors.items()})
+def test_what_is_not_what_was_trained_is_refused(check, tensors):
+    trained = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    with pytest.raises(lora_files.ExportError, match=r"shape \(4, 64\), trained was \(2, 64\)"):
+        check({**tensors, f"{Q}.lora_A.weight": torch.ones(4, HIDDEN)}, expected=trained)
+    del tensors[f"{Q}.lora_B.weight"]
+    with pytest.raises(lora_files.ExportError, match=r"to_q\.lora_B\.weight is missing"):
+        check(tensors, expected=trained)
 
 
-@pytest.mark.parametrize("content", [b"", pickle.dumps({"a": 1}), "torn", None])
-def test_files_of_other_kinds_are_refused(tmp_path, tensors, content):
+def test_files_of_other_kinds_are_refused(tmp_path, tensors):
     path = tmp_path / "lora.safetensors"
-    if content == "torn":
-        save_file(tensors, path)
-        content = path.read_bytes()[:-1000]
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(lora_files.ExportError, match=r"lora\.safetensors: cannot be read"):
-        lora_files.check_export(path)
+    save_file(tensors, path)
+    torn = path.read_bytes()[:-1000]
+    path.unlink()
+    for content in (None, b"", torn):
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(lora_files.ExportError, match=r"lora\.safetensors: cannot be read"):
+            lora_files.check_export(path)
     with pytest.raises(lora_files.ExportError, match="is a folder"):
         lora_files.check_export(tmp_path)
     with pytest.raises(lora_files.ExportError, match="holds nothing"):
@@ -209,15 +199,12 @@ def with_alpha(alpha):
     return kohya | {key: tensor * alpha / 8 for key, tensor in kohya.items() if key.endswith("alpha")}
 
 
-@pytest.mark.parametrize(("alpha", "dtype"), [(16.0, None), (3.0, torch.float32)])
-def test_alpha_is_multiplied_into_the_weights_where_that_can_be_undone(alpha, dtype):
-    split = converted(with_alpha(alpha), "diffusers", dtype)
-    assert {tensor.dtype for tensor in split.values()} == {dtype or torch.float16}
-    change, whole = delta(split, QKV[2]), delta(with_alpha(alpha), "double_blocks.0.img_attn.qkv")
-    assert torch.equal(change, whole[2 * HIDDEN :])
-
-
-def test_alpha_that_cannot_be_undone_is_refused():
+def test_alpha_is_multiplied_into_the_weights_where_that_can_be_undone():
+    for alpha, dtype in ((16.0, None), (3.0, torch.float32)):
+        split = converted(with_alpha(alpha), "diffusers", dtype)
+        assert {tensor.dtype for tensor in split.values()} == {dtype or torch.float16}
+        change, whole = delta(split, QKV[2]), delta(with_alpha(alpha), "double_blocks.0.img_attn.qkv")
+        assert torch.equal(change, whole[2 * HIDDEN :])
     with pytest.raises(lora_files.ExportError, match="give --dtype float32"):
         converted(with_alpha(5.0), "diffusers")
 
@@ -359,12 +346,3 @@ def test_without_diffusers_the_check_goes_on_and_says_so(check, tensors, monkeyp
     report = check(tensors)
     assert report.programs == ["ComfyUI", "ai-toolkit"]
     assert report.refusals["diffusers"].startswith("not checked")
-
-
-def test_a_refusal_without_a_text_is_quoted_from_its_source(check, tensors, monkeypatch):
-    def refuse(state):
-        raise AssertionError  # pytest would give an assert a text
-
-    monkeypatch.setattr(FluxLoraLoaderMixin, "lora_state_dict", staticmethod(refuse))
-    with pytest.raises(lora_files.ExportError, match=r"\(AssertionError: raise AssertionError"):
-        check(tensors)

@@ -59,7 +59,6 @@ def subjects(count: int) -> list[fidelity.Subject]:
 
 def test_a_perfect_model_redraws_the_photo_and_a_worse_one_does_not():
     """By straight lines from noise: the velocity of a model that knows the photo is (x - x0) / σ."""
-    redrawn = fidelity.Redrawn(subjects(2), None)
     asked: list[float] = []
     inputs: list[Tensor] = []
 
@@ -68,23 +67,21 @@ def test_a_perfect_model_redraws_the_photo_and_a_worse_one_does_not():
         inputs.append(x)
         return share * (x - photo["latents"]) / sigmas.view(-1, 1, 1, 1)
 
+    redrawn = fidelity.Redrawn(subjects(2), None)
     redrawn.measure(0, lambda *args: velocity(*args, share=0.8), lambda x: x)
     redrawn.measure(10, velocity, lambda x: x)
-    assert asked[: fidelity.STEPS] == pytest.approx(
-        [fidelity.LEVELS[0] * (1 - step / fidelity.STEPS) for step in range(fidelity.STEPS)]
-    )
-    assert len(asked) == 2 * 2 * len(fidelity.LEVELS) * fidelity.STEPS
-    assert redrawn.mean().colour < 0.1
+    steps, calls = fidelity.STEPS, 2 * len(fidelity.LEVELS) * fidelity.STEPS
+    assert asked[:steps] == pytest.approx([fidelity.LEVELS[0] * (1 - step / steps) for step in range(steps)])
+    assert len(asked) == 2 * calls
     worse, right = redrawn.rows()
-    assert (worse[0], right[0]) == (0, 10)
+    assert (worse[0], right[0], right[4:]) == (0, 10, (0.0, 0.0, 0.0))
+    assert redrawn.mean().colour < 0.1
     assert worse[1] > 3
-    assert right[4:] == (0.0, 0.0, 0.0)
     assert "without the LoRA ΔE" in redrawn.describe()
     assert [redrawn.lacks(step) for step in (0, 10, 20)] == [False, False, True]
     again = fidelity.Redrawn(subjects(2), redrawn.record)
     again.measure(20, velocity, lambda x: x)
-    of_step_10, of_step_20 = inputs[-2 * len(asked) // 3 :][: len(asked) // 3], inputs[-len(asked) // 3 :]
-    assert all(map(torch.equal, of_step_10, of_step_20))
+    assert all(map(torch.equal, inputs[calls : 2 * calls], inputs[2 * calls :]))
     assert again.rows()[2][1:] == right[1:]  # the same noise in another process
 
 
