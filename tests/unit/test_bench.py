@@ -1,18 +1,16 @@
 """`coat-flux bench`: its rows, the work of a step against published counts, medians, processes, the tests before it."""
 
-import importlib.util
 from typing import Any
 
 import pytest
 import torch
 
-from coat_flux.base.errors import UserError
 from coat_flux.bench import runner, worker
 from coat_flux.bench.limits import Geometry, least_ms, step_work, token_count
 from coat_flux.bench.runner import CONFIGURATIONS, LEVELS, TRAINER, BenchOptions, named, rivals, summarize
 from coat_flux.cli.entry import main
 from coat_flux.config.coat import COATConfig
-from coat_flux.plan.speed import CARDS, DEVICES, Card
+from coat_flux.plan.speed import CARDS, Card
 from tests.tolerances import ANCHOR_TIME_RTOL
 
 FLUX, TINY = Geometry(), Geometry(1, 1, 2, 4)
@@ -78,16 +76,6 @@ def test_references_are_never_timed_as_our_kernels(monkeypatch, level, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("bf16_cudagraphs", "needs a GPU"), ("toolkit_default", "needs the package optimum.quanto")]
-)
-def test_a_machine_that_lacks_something_is_a_reason(monkeypatch, name, reason):
-    monkeypatch.setattr(worker, "is_installed", lambda wanted: wanted != "optimum.quanto")
-    result = worker.run(spec("step", name))
-    assert result["status"] == "cannot"
-    assert reason in result["reason"]
-
-
-@pytest.mark.parametrize(
     ("configuration", "error", "status", "reason"),
     [
         ("torchao_float8", ValueError("no such card\nmore"), "cannot", "ValueError: no such card"),
@@ -95,35 +83,26 @@ def test_a_machine_that_lacks_something_is_a_reason(monkeypatch, name, reason):
         ("coat", ValueError("our mistake"), "failed", "ValueError: our mistake"),
         ("bf16", ValueError("x" * 999), "failed", "ValueError: " + "x" * 288),
         ("coat", RuntimeError("CUDA error: out of memory"), "out of memory", "RuntimeError: CUDA error: out of memory"),
+        ("bf16_cudagraphs", None, "cannot", "needs a GPU"),
+        ("toolkit_default", None, "cannot", "needs the package optimum.quanto, which is not installed"),
     ],
 )
 def test_errors_become_results(monkeypatch, configuration, error, status, reason):
     def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(worker, "is_installed", lambda package: True)
+    monkeypatch.setattr(worker, "is_installed", lambda package: package != "optimum.quanto")
     monkeypatch.setattr(worker, "make_model", fail)
     result = worker.run(spec("step", configuration))
     assert (result["status"], result["reason"]) == (status, reason)
-    assert reason[:40].split(": ")[1] in result["traceback"]
-
-
-def test_a_process_without_a_result_has_failed():
-    for seconds, words in ((60.0, ["exit code 1", "no_such_module_here"]), (1e-3, ["0.001 s"])):
-        result = runner.start_worker(spec("step", "bf16"), seconds, "no_such_module_here")
-        assert result["status"] == "failed"
-        assert [word for word in words if word not in result["reason"]] == []
+    assert reason[:40].split(": ")[-1] in result["traceback"]
 
 
 def test_rounds_alternate_and_what_gives_no_figures_is_not_tried_again(monkeypatch):
     step = {"what": "step", "resolution": 64, "batch": 1, "samples_ms": [2.0], "peak_bytes": 7, "figures": {}}
-    works = {"status": "ok", "measurements": [step]}
-    results = {
-        "bf16": works,
-        "torchao_float8": {"status": "cannot", "reason": "needs a package"},
-        "coat": {"status": "out of memory", "reason": "OutOfMemoryError: 5 GB asked for"},
-        "coat_int8": works,
-    }
+    works, oom = {"status": "ok", "measurements": [step]}, {"status": "out of memory", "reason": "5 GB asked for"}
+    cannot = {"status": "cannot", "reason": "needs a package"}
+    results = {"bf16": works, "torchao_float8": cannot, "coat": oom, "coat_int8": works}
     started, lines = [], []
 
     def start(asked: dict[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -137,7 +116,6 @@ def test_rounds_alternate_and_what_gives_no_figures_is_not_tried_again(monkeypat
     assert [run["round"] for run in runs] == [1, 1, 1, 1, 2, 2]
     assert lines[0].startswith("[1/8] round 1, step bf16 at 64 px x 1: step 2.00 ms")
     assert "torchao_float8 at 64 px x 1: cannot run here: needs a package" in lines[1]
-    assert "[3/8] round 1, step coat at 64 px x 1: out of memory" in lines[2]
 
 
 def ran(number: int, name: str, samples: list[float], level: str = "step", **figures: Any) -> dict[str, Any]:
@@ -163,49 +141,27 @@ RUNS = [
 CARD = Card(1, "", 10.0, 20.0, gb_per_second=10.0)
 
 
-def test_medians_spread_and_speed():
+def test_medians_spread_and_speed_and_the_share_of_the_limit_by_the_rows_own_work():
     compiled, coat, toolkit, recomputed = summarize(RUNS, TINY, CARD)
     assert compiled.rounds_ms == [9.0, 11.0, 13.0]
     assert coat.rounds_ms == [4.0, 6.5, 5.0]
-    assert (compiled.median_ms, coat.median_ms) == (11.0, 5.0)
+    assert (compiled.median_ms, coat.median_ms, coat.peak_bytes) == (11.0, 5.0, 30)
     assert coat.speedup == {"bf16 + compile": 11.0 / 5.0}
-    assert coat.peak_bytes == 30
     assert (toolkit.status, toolkit.reason) == ("cannot", "needs | a package (round 1)")
     assert (recomputed.status, recomputed.speedup) == ("out of memory", {})
+    work = step_work(TINY, 64, 2, recomputed=False)
+    assert compiled.percent_of_limit == pytest.approx(sum(work) / 1e8 / 11.0)
+    assert coat.percent_of_limit == pytest.approx((sum(work) - work[0] / 2) / 1e8 / 5.0)
     rows = summarize([*RUNS, broke(4, "coat", "failed", "late")], TINY, CARD)  # in place of its figures
     assert [(row.configuration, row.reason) for row in rows if row.status == "failed"] == [("coat", "late (round 4)")]
-
-
-def test_share_of_the_limit_counts_the_rows_own_work():
-    rows = {row.configuration: row for row in summarize(RUNS, TINY, CARD)}
-    work = step_work(TINY, 64, 2, recomputed=False)
-    assert rows["bf16_compiled"].percent_of_limit == pytest.approx(sum(work) / 1e8 / 11.0)
-    assert rows["coat"].percent_of_limit == pytest.approx((sum(work) - work[0] / 2) / 1e8 / 5.0)
     runs = [
         ran(1, "bf16_checkpointed", [1.0]),
         ran(1, "adamw_fused", [1.0], "optimizer", parameters=1000, state_bytes=8000),
     ]
-    recomputed, optimizer = summarize(runs, TINY, CARD)
-    assert recomputed.percent_of_limit == pytest.approx(sum(step_work(TINY, 64, 2, recomputed=True)) / 1e8)
+    checkpointed, optimizer = summarize(runs, TINY, CARD)
+    assert checkpointed.percent_of_limit == pytest.approx(sum(step_work(TINY, 64, 2, recomputed=True)) / 1e8)
     assert optimizer.percent_of_limit == pytest.approx((12 * 1000 + 2 * 8000) / 10 / 1e4)
     assert summarize(runs, TINY, None)[0].percent_of_limit is None
-
-
-def test_red_tests_give_exit_code_1_and_no_figures_and_missing_ones_are_named(tmp_path, monkeypatch, capsys):
-    (tmp_path / "tests" / "optim").mkdir(parents=True)
-    (tmp_path / "tests" / "optim" / "test_optim.py").write_text("def test_sum():\n    assert 1 + 1 == 3\n")
-    monkeypatch.setattr(runner, "REPOSITORY", tmp_path)
-    command = ["bench", "--level", "optimizer", "--device", "cpu", "--out", str(tmp_path / "out")]
-    assert main(command) == 1
-    captured = capsys.readouterr()
-    assert "tests/optim: red (1 failed in " in captured.out
-    assert "assert (1 + 1) == 3" in captured.err
-    assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert main(command) == 2
-    assert "pytest-timeout" in capsys.readouterr().err
-    monkeypatch.setattr(runner, "REPOSITORY", tmp_path / "tests")
-    assert runner.run_tests(["step"])[0]
 
 
 @pytest.mark.parametrize(
@@ -228,15 +184,3 @@ def test_arguments_that_cannot_be(arguments, words, monkeypatch, capsys):
         code = stopped.code
     assert code == 2
     assert words in capsys.readouterr().err
-
-
-def test_an_unusable_device_is_an_error(monkeypatch):
-    monkeypatch.setattr(runner, "start_worker", lambda asked, _: worker.run(asked))
-    with pytest.raises(UserError, match="--device nonsense"):
-        runner.describe(BenchOptions(device="nonsense"))
-
-
-def test_cards_are_matched_by_their_whole_name():
-    names = ("NVIDIA H200", "NVIDIA H200 NVL", "NVIDIA GeForce RTX 4090 Laptop GPU")
-    assert [DEVICES.get(name) for name in names] == [H200, None, None]
-    assert set(DEVICES.values()) == {card for card in CARDS if card.gb_per_second}

@@ -1,6 +1,5 @@
 """Sets of files: committed by one rename, published, repaired; identities; random generators; where a run is saved."""
 
-import errno
 import json
 import os
 import pickle
@@ -81,39 +80,13 @@ def test_a_replaced_file_is_flushed_then_renamed_then_its_folder_flushed_or_stay
         write_file(tmp_path, "three")
 
 
-def test_a_set_takes_the_place_of_the_one_before(tmp_path):
+def test_a_save_without_room_or_with_a_mistake_leaves_the_old_set(tmp_path, monkeypatch):
     commit(tmp_path, 1, writer("one"), PUBLISH)
-    commit(tmp_path, 1, writer("again"), PUBLISH)  # of the same step
-    assert published(tmp_path) == ["lora again", "optimizer again"]
-    assert names(tmp_path / "coat") == {"state-000000001"}
-    folder = commit(tmp_path, 2, writer("two"), PUBLISH)
-    assert folder == tmp_path / "coat" / "state-000000002" == newest_set(tmp_path)
-    assert published(tmp_path) == ["lora two", "optimizer two"]
-    assert names(tmp_path) == {*PUBLISH, "coat"}
-    assert names(tmp_path / "coat") == {"state-000000001", "state-000000002"}
-    assert damage(folder) is None
-    assert repair(tmp_path) == []
-
-
-def _disk_full(folder: Path) -> None:
-    (folder / "lora").write_text("half", encoding="utf-8")
-    raise OSError(errno.ENOSPC, "No space left on device", str(folder / "optimizer"))
-
-
-@pytest.mark.parametrize(
-    ("write", "free", "kind", "words"),
-    [
-        (_disk_full, 1 << 30, SaveError, r"optimizer: the checkpoint of step 2 cannot be saved \(No space left"),
-        (writer("two"), 1000, SaveError, r"needs 0\.0 MB"),
-        (lambda folder: 1 / 0, 10**9, ZeroDivisionError, "division by zero"),
-    ],
-    ids=["while writing", "before", "another error"],
-)
-def test_a_failed_save_leaves_the_old_set(tmp_path, monkeypatch, write, free, kind, words):
-    commit(tmp_path, 1, writer("one"), PUBLISH)
-    disk(monkeypatch, free)
-    with pytest.raises(kind, match=words):
-        commit(tmp_path, 2, write, PUBLISH)
+    with pytest.raises(ZeroDivisionError):
+        commit(tmp_path, 2, lambda folder: 1 / 0, PUBLISH)
+    disk(monkeypatch, 1000)
+    with pytest.raises(SaveError, match=r"needs 0\.0 MB"):
+        commit(tmp_path, 2, writer("two"), PUBLISH)
     assert published(tmp_path) == ["lora one", "optimizer one"]
     assert names(tmp_path / "coat") == {"state-000000001"}
 
@@ -265,18 +238,20 @@ def refused(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def test_the_same_run_has_the_same_identity_and_another_is_refused_unless_allowed(root):
     before, now = identity(root), identity(root, world_size=2)
-    assert json.loads(json.dumps(before)) == before
     assert sorted(before["data"]["files"]) == ["0/a.png", "0/a.txt", "0/b.png", "0/b.txt"]
     assert require_same_run(before, identity(root), (), "here") == []
-    (line,) = refused(before, now)
-    assert line.startswith("world_size 1 -> 2; ")
-    assert "coat.resume.allow: [world_size]" in line
+    assert ["coat.resume.allow: [world_size]" in line for line in refused(before, now)] == [True]
     assert require_same_run(before, now, ["world_size"], "here") == ["world_size 1 -> 2"]
     del now["world_size"]  # what one of them does not know is no difference
     assert require_same_run(before, now, (), "here") == []
     now = identity(root, coat={"optimizer": {"block_size": 64}, "new": 1}, train={"lr": 2e-4})
     changes = ["coat.optimizer.block_size 128 -> 64", "train.lr 0.0001 -> 0.0002"]
     assert require_same_run(before, now, (), "here") == changes
+    (root / "images" / "b.txt").write_text("another", encoding="utf-8")
+    (root / "images" / "c.png").write_bytes(b"c")
+    (line,) = refused(before, identity(root))
+    assert "2 of 4 images and captions differ, 5 are there now; first: datasets[0] b.txt (changed)" in line
+    assert [line[:24] for line in refused(before, identity(root, datasets=[]))] == ["data: 1 -> 0 datasets; r"]
 
 
 def test_two_processes_are_the_same_run_as_accumulation_two():
@@ -287,16 +262,6 @@ def test_two_processes_are_the_same_run_as_accumulation_two():
     assert require_same_run(divided(1, 4), divided(2, 2), (), "here") == notes
     assert len(refused(divided(1, 4), divided(2, 4))) == 1
     assert len(refused(divided(1, 4), divided(2, 2, batch_size=2))) == 3
-
-
-def test_changed_images_and_captions_are_counted_and_named(root):
-    before = identity(root)
-    (root / "images" / "b.txt").write_text("another", encoding="utf-8")
-    (root / "images" / "c.png").write_bytes(b"c")
-    (line,) = refused(before, identity(root))
-    assert "2 of 4 images and captions differ, 5 are there now; first: datasets[0] b.txt (changed)" in line
-    (line,) = refused(before, identity(root, datasets=[]))
-    assert line.startswith("data: 1 -> 0 datasets")
 
 
 def test_a_moved_model_is_the_same_and_a_changed_one_is_not(root):

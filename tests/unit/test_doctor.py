@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -14,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from coat_core.ops import attention, dispatch
+from coat_core.ops import dispatch
 from coat_flux.base import environment
 from coat_flux.blocks.held import room_of, usable_bytes
 from coat_flux.cli.entry import main
@@ -268,17 +267,24 @@ def test_the_report_has_figures_of_each_process_and_a_line_for_one_without_a_res
     asked = []
 
     def start(spec, seconds, module):
-        asked.append((spec["configuration"], spec["device"], module))
-        if spec["configuration"] == "int8":
+        kind = spec["configuration"]
+        asked.append((kind, spec["device"], module))
+        if kind == "int8":
             return {"status": "failed", "reason": "signal 11 and no result"}
-        return {"status": "ok", "items": {"64 -> 64": {"us": 12.0, "tflops": 345.0}}}
+        if kind in (on_gpu.MACHINE, on_gpu.OPERATORS):
+            return {"status": "ok", "items": {}}
+        result = on_gpu.run({**spec, "device": "cpu"})
+        assert (result["status"] == "failed") == ("wrong values" in result["reason"]) == (kind == "bf16")
+        return result
 
+    figures = {"bf16": {"error": "wrong values"}, "per_row": {"us": 12.0, "tflops": 345.0}}
+    monkeypatch.setattr(on_gpu, "try_product", lambda kind, *_: figures.get(kind, {"refused": "no"}))
     monkeypatch.setattr(on_gpu, "start_worker", start)
     monkeypatch.setattr(probes, "PROBES", ())
     monkeypatch.chdir(tmp_path)
     main(["doctor", "--gpu"])
     shown = capsys.readouterr().out.splitlines()
-    assert {"per_row, 64 -> 64: us 12, tflops 345", "int8: signal 11 and no result"} <= set(shown)
+    assert {"per_row, 3072 -> 9216: us 12, tflops 345", "int8: signal 11 and no result"} <= set(shown)
     assert asked == [(kind, "cuda", on_gpu.__name__) for kind in (on_gpu.MACHINE, *on_gpu.KINDS, on_gpu.OPERATORS)]
 
 
@@ -308,28 +314,6 @@ def test_operators_of_a_step_are_proved(monkeypatch):
     assert result["items"][proved[0]] == {"kernel": "agrees with its reference"}
     assert (result["status"], result["reason"]) == ("failed", f"{proved[1]}: values are off")
     assert "not compared" in result["items"][proved[-1]]["kernel"]
-
-
-def test_the_process_of_a_kind(monkeypatch):
-    """It fails where values are wrong; the machine says whether kernels run."""
-    spec = {"device": "cpu", "geometry": {"heads": 1}, "sizes": [[16, 1]], "seconds": 60.0, "configuration": "per_row"}
-    for figures, status in (({"refused": "no"}, "ok"), ({"error": "wrong values"}, "failed")):
-        monkeypatch.setattr(on_gpu, "try_product", lambda *_, figures=figures: figures)
-        result = on_gpu.run(spec)
-        assert (result["status"], "128 -> 384: wrong values" in result["reason"]) == (status, status == "failed")
-    machine = {"status": "ok", "machine": {"kernels_refused": "wrong codes"}}
-    monkeypatch.setattr(on_gpu.worker, "run", lambda _: machine)
-    assert "wrong codes" in on_gpu.run(spec | {"configuration": on_gpu.MACHINE})["reason"]
-
-
-def test_attention_kernels_by_name(card, monkeypatch):
-    """What is tried runs on a CPU here: the kernels of GPUs are refused, and one is made up to run."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *shape, device, **how: empty(*shape, **how))
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(attention, "GPU_KERNELS", ("plain", "fa3"))
-    (line,) = probes.attention()
-    assert line.text.startswith("plain, torch chooses flash_cpu; fa3: not installed")
 
 
 @pytest.fixture
