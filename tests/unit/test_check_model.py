@@ -52,10 +52,13 @@ def edit(path: Path, **entries: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
 
 
-def test_a_whole_folder_and_the_embedded_model_are_fine(model):
+def test_a_whole_folder_and_the_embedded_model_are_fine_and_pickles_for_ai_toolkit_alone(model):
     for trainer in (ALONE, AITK):
         assert found(model, trainer) == found(EMBEDDED_MODEL, trainer) == []
     assert "does not fit arch wan21" in found(EMBEDDED_MODEL, AITK, is_flux=False, arch="wan21")[0]
+    (model / "vae" / "diffusion_pytorch_model.safetensors").rename(model / "vae" / "diffusion_pytorch_model.bin")
+    assert ["only as a pickle (diffusion_pytorch_model.bin)" in line for line in found(model)] == [True]
+    assert found(model, AITK) == []
 
 
 def _shards(model: Path) -> None:
@@ -265,10 +268,11 @@ def test_what_an_ai_toolkit_job_fails_without(model, monkeypatch):
         hub = ("v3", "v10") if "extractor" in key else ("a/b", "a/b/c.safetensors")
         assert [needs(f"{key}={fine}") for fine in ("flux", "null", *hub)] == [[]] * 4
         assert [needs(f"{key}={path}") for path in ("/nowhere", "flux/x", "x")] == [[("error", key)]] * 3
-    words, here = PACKAGES.split(), {"wandb": ModuleSpec("wandb", None)}  # a folder of that name
+    here = {"wandb": ModuleSpec("wandb", None)}  # a folder of that name
     monkeypatch.setattr("importlib.util.find_spec", here.get)
     for severity in ("warning", "error"):
-        assert [needs(word) for word in words] == [[(severity, word.partition("=")[0])] for word in words]
+        for word in PACKAGES.split():
+            assert needs(word) == [(severity, word.partition("=")[0])]
         here["lycoris"] = ModuleSpec("lycoris", None, origin="x")  # without it another Python runs the job
 
 
@@ -323,12 +327,6 @@ def test_the_families_have_every_arch_of_the_pinned_ai_toolkit():
         set(archs_of(Path(os.environ["AI_TOOLKIT_ROOT"]))) - NO_MODELS | LEGACY == ARCHS.keys() | REFUSED.keys() - NEWER
     )
     assert not ARCHS.keys() & REFUSED.keys()
-
-
-def test_pickles_are_for_ai_toolkit_alone(model):
-    (model / "vae" / "diffusion_pytorch_model.safetensors").rename(model / "vae" / "diffusion_pytorch_model.bin")
-    assert ["only as a pickle (diffusion_pytorch_model.bin)" in line for line in found(model)] == [True]
-    assert found(model, AITK) == []
 
 
 def test_what_ai_toolkit_loads_of_a_flux2_folder_is_one_file(tmp_path):

@@ -64,20 +64,11 @@ def test_errors_of_the_user_need_no_traceback_and_other_ones_keep_theirs(job_fil
         main(["train", str(job_file)])
 
 
-@pytest.mark.parametrize("argv", [[], ["trian", "x"], ["train"]])
-def test_wrong_usage_is_2(argv, capsys):
+def test_wrong_usage_is_2(capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(argv)
+        main(["trian", "x"])
     assert "usage: coat-flux" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "argv", [["check"], ["data"], ["report"], ["rewind", "--to-step", "1"], ["export", "--to", "kohya"]]
-)
-def test_a_path_that_no_system_allows_is_2(argv, capsys):
-    for path in ("n" * 300, f"{__file__}/x"):
-        assert main([*argv, path]) == 2
-        assert path in capsys.readouterr().err
+    assert main(["check", "n" * 300]) == 2  # a path that no system allows
 
 
 def test_help_and_mistakes_answer_without_importing_torch_and_show_names_that_the_console_cannot():

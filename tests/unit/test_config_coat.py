@@ -147,6 +147,7 @@ def test_what_excludes_each_other_is_refused(block, key, remedy):
         {},
         {"enabled": False, "fallback": "error", "activation": {"exclude": ["a.*"]}},
         NVFP4,
+        {"weight": {"format": "auto"}},
         {"weight": INT8, "activation": {**INT8, "grad_format": "bf16"}},
         {"activation": {"format": "e5m2"}},
         {"weight": {"format": "e5m2"}, "activation": {"use_fp8": False}},
@@ -172,16 +173,6 @@ def test_the_optimizer_gets_the_block_s_values_and_optimizer_params_override_the
     fp8, adamw = COATConfig.from_dict({"optimizer": {"m1_format": "e4m3", "block_size": 64}}).optimizer_config(params)
     assert fp8 == FP8QuantizationConfig(m1_format="e5m2", block_size=64)
     assert adamw == {"betas": (0.9, 0.95), "eps": 1e-7, "weight_decay": 0.0, "offload": "cpu"}
-
-
-def test_the_linear_gets_weight_and_activation_options():
-    activation = {"use_fp8": False, "format": "e5m2", "grad_format": "bf16", "linear_granularity": "per_tensor"}
-    block = {"weight": {"format": "e5m2", "granularity": "per_row"}, "activation": activation, "fallback": "error"}
-    weight = {"weight_format": "e5m2", "weight_granularity": "per_row"}
-    inputs = {"input_format": "e5m2", "input_granularity": "per_tensor", "grad_format": "bf16"}
-    expected = FP8LinearConfig(**weight, **inputs, use_fp8_gemm=False, fallback="error")
-    assert COATConfig.from_dict(block).linear_config() == expected
-    assert COATConfig().linear_config() == FP8LinearConfig()
 
 
 def test_products_in_int8_have_gradients_in_int8_unless_bf16_is_asked_for():

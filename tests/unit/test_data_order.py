@@ -111,14 +111,10 @@ def test_each_image_at_each_resolution_with_its_final_caption(tmp_path):
     assert {s.dropped_caption for s in samples} == {"ohwx"}
     assert {s.dropped_caption for s in scan([config(tmp_path)])} == {""}
     assert {s.bucket for s in scan([config(tmp_path, buckets=False)])} == {Bucket(64, 64)}
-
-
-def test_repeats_flips_and_several_datasets(tmp_path):
-    photo(tmp_path / "one" / "a.png", caption="a")
-    photo(tmp_path / "two" / "b.png", caption="b")
-    samples = scan([config(tmp_path / "one", num_repeats=2, flip_x=True), config(tmp_path / "two")])
-    one = [(0, "a.png", False)] * 2 + [(0, "a.png", True)] * 2
-    assert [(s.dataset_index, s.image_path.name, s.flip) for s in samples] == [*one, (1, "b.png", False)]
+    photo(tmp_path / "two" / "c.png", caption="c")
+    two = scan([config(tmp_path, num_repeats=2, flip_x=True), config(tmp_path / "two")])
+    repeated = [(0, name, flip) for flip in (False, True) for name in ("a.png", "b.png", "c.png") for _ in range(2)]
+    assert sorted((s.dataset_index, s.image_path.name, s.flip) for s in two) == sorted([*repeated, (1, "c.png", False)])
 
 
 def make_samples(counts):

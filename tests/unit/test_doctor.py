@@ -316,47 +316,17 @@ def test_operators_of_a_step_are_proved(monkeypatch):
     assert "not compared" in result["items"][proved[-1]]["kernel"]
 
 
-@pytest.fixture
-def triton_here(monkeypatch):
-    """Versions of triton packages, and what torch asks for; both may be changed."""
-    there = SimpleNamespace(versions={"triton": "3.7.1"}, wanted=['triton==3.7.1; platform_system == "Linux"'])
-    have_packages(monkeypatch, there.versions)
-    monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["filelock", *there.wanted])
-    monkeypatch.setattr(environment, "WINDOWS", False)
-    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(environment.sysconfig, "get_paths", lambda: {"include": str(there.include)})
-    monkeypatch.delenv("CC", raising=False)
-    return there
-
-
-def test_what_triton_needs_is_named_with_its_remedy(triton_here, tmp_path, monkeypatch):
-    triton_here.include = tmp_path
-    (tmp_path / "Python.h").touch()
-    assert environment.triton_problem() is None
-    monkeypatch.setattr(shutil, "which", lambda _: None)
-    assert "no C compiler" in environment.triton_problem()[0]
-    monkeypatch.setenv("CC", "/opt/cc")
-    monkeypatch.setattr(shutil, "which", lambda name: name if name == "/opt/cc" else None)
-    assert environment.triton_problem() is None
-    triton_here.versions["triton"] = "3.5.1"
-    problem, remedy = environment.triton_problem()
-    assert ("triton 3.5.1" in problem, remedy) == (True, "pip install 'triton==3.7.*'")
-    triton_here.versions.clear()
-    assert environment.triton_problem() == ("triton is not installed", "pip install 'triton==3.7.*'")
-    triton_here.wanted = []  # as on Windows and with a torch for the CPU
-    monkeypatch.setattr(environment, "WINDOWS", True)
-    assert environment.triton_problem()[1] == "pip install triton-windows"
-    triton_here.versions["triton-windows"] = "3.7.0.post1"
-    monkeypatch.delenv("CC")
-    assert environment.triton_problem() is None
-
-
 @pytest.mark.usefixtures("card")
-def test_a_run_names_them_at_its_start(triton_here, tmp_path, monkeypatch):
-    """A card with a display, and a machine without a compiler: both in lines that say what to do."""
-    triton_here.include = tmp_path
+def test_what_triton_needs_and_a_display_are_named_with_their_remedies(tmp_path, monkeypatch):
+    versions = {"triton": "3.7.1"}
+    have_packages(monkeypatch, versions)
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["filelock", 'triton==3.7.1; system == "Linux"'])
+    monkeypatch.setattr(environment, "WINDOWS", False)
+    monkeypatch.setattr(environment.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr(shutil, "which", lambda name: name if name == "/opt/cc" else None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (22.5e9, 24e9))
+    monkeypatch.setenv("CC", "/opt/cc")
     device = torch.device("cuda", 0)
     triton, display = environment.gpu_notes(device)
     assert ("Python.h" in triton, "python3-dev" in triton) == (True, True)
@@ -367,6 +337,16 @@ def test_a_run_names_them_at_its_start(triton_here, tmp_path, monkeypatch):
     assert environment.gpu_notes(device) == environment.gpu_notes(torch.device("cpu")) == []
     assert usable_bytes(device) == room_of(24e9) == 0.92 * 24e9
     assert room_of(8e9) == 8e9 - 1.28e9
+    monkeypatch.delenv("CC")
+    assert "no C compiler" in environment.triton_problem()[0]
+    versions["triton"] = "3.5.1"
+    problem, remedy = environment.triton_problem()
+    assert ("triton 3.5.1" in problem, remedy) == (True, "pip install 'triton==3.7.*'")
+    versions.clear()
+    assert environment.triton_problem() == ("triton is not installed", "pip install 'triton==3.7.*'")
+    versions["triton-windows"] = "3.7.0.post1"
+    monkeypatch.setattr(environment, "WINDOWS", True)
+    assert environment.triton_problem() is None
 
 
 @pytest.mark.parametrize(("reason", "mark", "remedy"), [(None, "✓", ""), ("no gcc", "✗", "set CC")])

@@ -219,11 +219,6 @@ def test_lognorm_blend_is_1000_descending_sigmas_a_quarter_of_them_linear():
     assert_bitwise(table, (wanted * 1000).floor() / 1000)
 
 
-def test_linear_table_is_the_schedulers_training_schedule():
-    table = flow_matching.sigma_table("linear", tokens=1)
-    torch.testing.assert_close(table, FlowMatchEulerDiscreteScheduler().sigmas, rtol=0, atol=tolerances.SIGMA_ATOL)
-
-
 @pytest.mark.parametrize(("kind", "tokens"), [("shift", 256), ("flux_shift", 1024), ("lumina2_shift", 4096)])
 def test_shift_is_inferences_own_shift_by_resolution(kind, tokens):
     scheduler = FlowMatchEulerDiscreteScheduler(**FLUX_SCHEDULER)
@@ -236,9 +231,10 @@ def test_shift_is_inferences_own_shift_by_resolution(kind, tokens):
     assert_bitwise(scheduler.sigmas, before)
 
 
-def test_sigmoid_is_the_logit_normal_distribution():
-    table = flow_matching.sigma_table("sigmoid", tokens=1, generator=generator())
-    logits = torch.logit(table.double())
+def test_linear_is_the_schedulers_training_schedule_and_sigmoid_the_logit_normal_distribution():
+    table = flow_matching.sigma_table("linear", tokens=1)
+    torch.testing.assert_close(table, FlowMatchEulerDiscreteScheduler().sigmas, rtol=0, atol=tolerances.SIGMA_ATOL)
+    logits = torch.logit(flow_matching.sigma_table("sigmoid", tokens=1, generator=generator()).double())
     bound = tolerances.STOCHASTIC_SIGMAS / 1000**0.5
     assert abs(logits.mean()) < bound
     assert abs(logits.std() - 1) < bound

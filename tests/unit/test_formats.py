@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from coat_core.linear import function
-from coat_flux.blocks import formats, measure
+from coat_flux.blocks import formats
 from coat_flux.blocks.formats import FLUX_SIZES, config_for, linear_sizes
 from coat_flux.cli.check import print_weights
 from coat_flux.config.coat import COATConfig
@@ -193,21 +193,17 @@ def test_doctor_and_check_show_both_times(monkeypatch, capsys):
     FormatClock(monkeypatch)
     monkeypatch.setattr(probes, "_gpus", lambda: [CUDA])
     (line,) = probes.weight_format()
-    assert (line.mark, line.subject) == (probes.GOOD, "weight.format on GPU 0")
     entry = {"network": {"type": "lora"}, "model": {"name_or_path": "black-forest-labs/FLUX.1-dev"}}
     for weight in ("auto", "e4m3"):
         print_weights({**entry, "coat": {"weight": {"format": weight}}}, "job.yaml")
     (printed,) = capsys.readouterr().out.splitlines()
     for text in (line.text, printed):
         assert all(part in text for part in ("auto is int8", "1.00 ms", "e4m3 2.00 ms"))
-    print_weights({**entry, "device": "cpu", "coat": {"weight": {"format": "auto"}}}, "job.yaml")
-    assert "auto is e4m3 (nothing is timed on a cpu)" in capsys.readouterr().out
     coat = {"weight": {"format": "auto"}, "activation": {"use_fp8": False}}
     print_weights({**entry, "device": "cpu", "coat": coat}, "job.yaml")
     assert capsys.readouterr().out == ""
     monkeypatch.setattr(probes, "_gpus", list)
-    (line,) = probes.weight_format()
-    assert (line.mark, "e4m3 on a CPU" in line.text) == (probes.ABSENT, True)
+    assert [(line.mark, "e4m3 on a CPU" in line.text) for line in probes.weight_format()] == [(probes.ABSENT, True)]
 
 
 def test_a_timing_that_fails_ends_no_run(monkeypatch):
@@ -240,12 +236,6 @@ def test_the_sizes_are_the_models_and_the_largest_pictures(tmp_path):
     text = json.dumps({"num_attention_heads": 3, "attention_head_dim": 24})
     (tmp_path / "transformer" / "config.json").write_text(text)
     assert sizes(str(tmp_path), 64) == (528, 80, 320)
-
-
-def test_auto_is_written_back_as_it_is():
-    assert COATConfig.from_dict(AUTO.to_dict()) == AUTO
-    assert AUTO.linear_config().weight_format == "e4m3"
-    assert measure.candidates(AUTO) == ("per_row", "bf16")
 
 
 def test_what_is_timed_runs_both_products():
