@@ -9,10 +9,10 @@ from coat_core.activation import Saving
 from coat_core.config import FP8LinearConfig
 from coat_flux.blocks.fused.chooser import fused_block
 from coat_flux.blocks.fused.linears import NotFusable
-from coat_flux.blocks.lora import LokrLinear, plain_adapters
+from coat_flux.blocks.lora import LokrLinear
 from tests.helpers.families import FAMILIES, FLUX1, Made, linears, made, results
 from tests.helpers.fused_blocks import assert_as_own_code, assert_gradients_near, kept_per_element
-from tests.helpers.toolkit_lora import ROOT_VARIABLE, Network
+from tests.helpers.toolkit_lora import ROOT_VARIABLE
 from tests.tolerances import FUSED_BF16_RTOL, FUSED_FP32_RTOL, FUSED_NORMED_BF16_RTOL
 
 PER_ROW = FP8LinearConfig(weight_granularity="per_row", input_granularity="per_row")
@@ -63,15 +63,6 @@ def test_strengths_are_their_mean_as_in_ai_toolkit(strengths):
     of = with_lokr("flux single", lokr=LOW)
     of.network.multiplier = strengths
     assert_as_own_code(of, FUSED_FP32_RTOL)
-
-
-def test_a_lora_below_the_lokr_counts():
-    """As FLUX.1-schnell's assistant, whose modules replaced the linears' forward first."""
-    of = made("flux single", adapters="toolkit")
-    trained = Network([of.block.attn.to_q, of.block.proj_out], 2, lokr=FULL)
-    of.leaves |= {f"trained {name}": parameter for name, parameter in trained.named_parameters()}
-    assert_as_own_code(of, FUSED_FP32_RTOL)
-    assert len(plain_adapters(of.block.proj_out)[1]) == 2
 
 
 @pytest.mark.parametrize("fp8", [PER_ROW, INT8], ids=["e4m3", "int8"])

@@ -124,15 +124,6 @@ def test_adamw_file_is_taken_over(dtype, name, caplog):
             common.assert_same(adamw, twin)
 
 
-@pytest.mark.parametrize("name", sorted(common.CONFIGS.keys() - {"unquantized"}))
-def test_adamw_fails_at_its_first_step_with_8_bit_moments(name):
-    optimizer = trained(common.CONFIGS[name])
-    adamw = torch.optim.AdamW(common.copies(common.params_of(optimizer)))
-    adamw.load_state_dict(common.through_file(optimizer.state_dict()))
-    with pytest.raises(KeyError, match=r"'exp_avg(_sq)?'"):
-        common.run(adamw, common.params_of(adamw), range(3, 4))
-
-
 def test_adamw_takes_over_moments_in_fp32():
     optimizer = trained(common.CONFIGS["unquantized"])
     adamw = torch.optim.AdamW(common.copies(common.params_of(optimizer)), foreach=False)

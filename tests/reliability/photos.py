@@ -48,11 +48,6 @@ def deep_png(values: np.ndarray) -> bytes:
     return png(width, height, 16, {1: 0, 3: 2}[channels], rows)
 
 
-def with_chunk(content: bytes, name: bytes, data: bytes) -> bytes:
-    """A PNG with one more chunk behind its header."""
-    return content[:33] + _chunk(name, data) + content[33:]
-
-
 def matrix_profile(primaries: Sequence[tuple[float, float, float]]) -> bytes:
     """An ICC display profile with sRGB's curve and these primaries, XYZ under D50."""
     profile = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())

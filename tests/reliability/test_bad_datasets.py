@@ -1,10 +1,8 @@
 """Every usual way a folder of photos and captions is wrong, each answered with one clear finding."""
 
-import os
 import shutil
 import sys
 import time
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,11 +15,10 @@ from coat_flux.config.job_sections import DatasetSection
 from coat_flux.data.files import DatasetError
 from coat_flux.data.images import survey
 from coat_flux.data.preflight import DataReport
-from tests.reliability.photos import animation, cutout, encoded, good_folder, half, jpeg, noise, png, with_chunk, write
+from tests.reliability.photos import animation, cutout, encoded, good_folder, half, jpeg, noise, png, write
 from tests.tolerances import BAD_DATASET_SECONDS
 
 TRIGGER = "ohwx"
-POSIX = pytest.mark.skipif(sys.platform == "win32", reason="links, pipes and names that Windows does not have")
 
 
 class Bad(NamedTuple):
@@ -90,24 +87,16 @@ def linked_folder(folder: Path) -> None:
 
 PNG = encoded(noise(seed=5), "PNG")
 FLIPPED = PNG[:400] + bytes([PNG[400] ^ 0xFF]) + PNG[401:]
-TEXT_BOMB = with_chunk(PNG, b"zTXt", b"a\0\0" + zlib.compress(bytes(9**8)))
-BIG_ROWS = b"\0" * 1000
 BLACK = encoded(Image.new("RGB", (64, 64)), "PNG")
 COPY = encoded(noise((128, 128), seed=100).resize((96, 96)), "PNG")
 GARMENT = [f"ohwx, blue denim jacket {where}" for where in ("at sea", "in rain", "on snow", "by night")]
 STRANGERS, MASKED = ("red hat", "blue sky", "big tree", "old car"), (("transparency", "mask"),)
 ERRORS = [
     # files that are no image, or damaged
-    Bad("zero bytes", image("bad.jpg", b""), "bad.jpg", "begins with b''"),
     Bad("web page", image("bad.png", "<!DOCTYPE html><p>403"), "bad.png", "<!DOCTYPE"),
-    Bad("lfs", image("bad.jpg", "version https://git-lfs.github.com/spec/v1"), "bad.jpg", "git-lfs"),
-    Bad("gif as jpg", image("bad.jpg", encoded(noise(), "GIF")), "bad.jpg", "GIF8"),
     Bad("half a jpeg", image("bad.jpg", half(jpeg())), "bad.jpg", "truncated"),
-    Bad("jpeg header", image("bad.jpg", jpeg()[:20]), "bad.jpg", "cannot be read"),
     Bad("png pixels", image("bad.png", FLIPPED), "bad.png", "cannot be read"),
-    Bad("lying header", image("bad.png", png(9000, 9000, 1, 0, BIG_ROWS)), "bad.png", "truncated"),
-    Bad("bomb", image("bad.png", png(30000, 30000, 1, 0, BIG_ROWS)), "bad.png", "exceeds limit"),
-    Bad("text bomb", image("bad.png", TEXT_BOMB), "bad.png", "cannot be read"),
+    Bad("bomb", image("bad.png", png(30000, 30000, 1, 0, b"\0" * 1000)), "bad.png", "exceeds limit"),
     # images that cannot be trained on
     Bad("animated png", image("bad.png", animation("PNG")), "bad.png", "animation of 2 frames"),
     Bad("tracking pixel", image("bad.png", encoded(noise((64, 31)), "PNG")), "bad.png", "64x31 pixels"),
@@ -121,7 +110,7 @@ ERRORS = [
     Bad("utf-16 without mark", captions("a", "ohwx".encode("utf-16-le")), "good1.txt", "zero bytes"),
     Bad("folder as caption", folder_as_caption, "good1.txt", "cannot be read"),
     Bad("all captions .caption", renamed(".caption"), "photos", "caption_ext: caption"),
-    Bad("captions in a list", lambda f: renamed(".jsonl")(f), "photos", "may hold captions"),
+    Bad("captions in a list", renamed(".jsonl"), "photos", "may hold captions"),
 ]
 WARNINGS = [
     Bad("no caption", lambda f: (f / "good1.txt").unlink(), "photos", "1 of 3 images have no .txt caption"),
@@ -138,15 +127,11 @@ WARNINGS = [
     Bad("a strip", image("bad.jpg", jpeg((2000, 40), seed=3)), "photos", "lose more than 27% of their area"),
     Bad("camera photos", extra("IMG_1.CR2"), "photos", "1 images are not read (first: IMG_1.CR2)"),
     Bad("all black", image("bad.png", BLACK), "bad.png", "shows one colour all over"),
-    Bad("broken profile", image("bad.jpg", jpeg(seed=8, icc_profile=b"x")), "bad.jpg", "profile cannot be used"),
     Bad("cmyk", image("bad.jpg", encoded(noise(seed=8).convert("CMYK"), "JPEG")), "bad.jpg", "CMYK without"),
     Bad("mask without alpha", lambda f: None, "coat.data.transparency", "no photo has transparent", settings=MASKED),
 ]
 if sys.platform != "win32":
-    ERRORS += [
-        Bad("broken link", lambda f: (f / "bad.jpg").symlink_to("nowhere.jpg"), "bad.jpg", "broken link"),
-        Bad("pipe", lambda f: os.mkfifo(f / "bad.jpg"), "bad.jpg", "not a file"),
-    ]
+    ERRORS += [Bad("broken link", lambda f: (f / "bad.jpg").symlink_to("nowhere.jpg"), "bad.jpg", "broken link")]
     WARNINGS += [Bad("linked folder", linked_folder, "more", "which is not entered")]
 CASES = [*ERRORS, *(case._replace(is_error=False) for case in WARNINGS)]
 
@@ -198,21 +183,6 @@ def test_all_errors_of_a_folder_are_found_at_once_and_said_once(tmp_path):
     assert {path.name for path in report.unreadable} == {"bad.jpg", "worse.png"}
     names = ["good0.jpg", "good1.jpg", "good2.jpg"]
     assert [sample.image_path.name for sample in report.samples] == names * 2
-
-
-@pytest.mark.skipif(hasattr(os, "geteuid") and os.geteuid() == 0, reason="root reads what nobody may")
-@POSIX
-@pytest.mark.parametrize("name", ["good1.jpg", "good1.txt", "sub"])
-def test_what_may_not_be_read_is_named(tmp_path, name):
-    folder = good_folder(tmp_path / "photos")
-    good_folder(folder / "sub", 1)
-    (folder / name).chmod(0)
-    try:
-        (line,) = inspect(folder).errors
-    finally:
-        (folder / name).chmod(0o700)
-    assert name in line
-    assert "readable" in line
 
 
 def test_a_photo_is_read_once_while_it_does_not_change(tmp_path, monkeypatch):
