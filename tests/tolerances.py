@@ -183,7 +183,7 @@ KERNEL_FLOW_FLOOR_DB = 30.0
 
 # --- trainers and their data -----------------------------------------------------------------------------------------
 # Two processes against one with accumulation 2, the same draws: only (g0 + g1)/2 is summed as g0/2 + g1/2. Losses agree
-# to fp32 rounding carried through a few steps at lr 1e-2; a gradient near zero may turn the sign of AdamW's first steps.
+# to fp32 rounding carried through a few steps at lr 1e-2; AdamW's first steps may turn where a gradient is near zero.
 PROCESSES_LOSS_RTOL = 1e-5
 PROCESSES_LORA_RTOL = 1e-2
 PROCESSES_LORA_ATOL = 1e-4

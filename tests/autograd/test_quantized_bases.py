@@ -1,10 +1,4 @@
-"""Linears that ai-toolkit quantized its own way stay as they are, in the fused flow as in the generic one.
-
-Here in the two forms that ai-toolkit's have, on torch alone:
-
-codes      a class swapped in place, whose backend holds the weight; casts x to 8 bits where x requires a gradient
-subclass   an nn.Linear whose weight is a tensor subclass
-"""
+"""Linears that ai-toolkit quantized its own way stay as they are, in the fused flow as in the generic one."""
 
 from __future__ import annotations
 
@@ -27,7 +21,7 @@ from tests.helpers.flux import lora_gradients, predict, tiny_flux, tiny_lora
 from tests.helpers.saved_tensors import saved_by
 from tests.tolerances import FUSED_FP32_RTOL
 
-FORMS = ("codes", "subclass")
+FORMS = ("codes", "subclass")  # a class swapped in place, whose backend holds the weight; a weight of another class
 CONFIG = COATConfig.from_dict({"memory": {"checkpointing": "none"}, "fallback": "error"})
 
 

@@ -1,10 +1,8 @@
 """What COAT does to small models of ai-toolkit's own classes, one JSON object a line.
 
-Runs in ai-toolkit's environment, on a CPU: `AI_TOOLKIT_ROOT=... python tests/helpers/aitk_archs.py [ARCH ...]`. Each
-model has random weights in bf16 and an fp32 LoRA of ai-toolkit's on the linears of its blocks, as COAT's process makes
-them. Compared with the same model without COAT: the cosine of the LoRA's gradients, all together and the lowest of one
-adapter, and the bytes that the blocks keep for backward, counted by the allocator. With --qtype both have a base that
-ai-toolkit quantized its own way.
+Runs in ai-toolkit's environment, on a CPU: `AI_TOOLKIT_ROOT=... python tests/helpers/aitk_archs.py [ARCH ...]`.
+Compared with the same model without COAT, both with an fp32 LoRA of ai-toolkit's: the cosine of its gradients, all
+together and the lowest of one adapter, and the bytes that the blocks keep for backward, counted by the allocator.
 """
 
 import argparse

@@ -1,15 +1,8 @@
 """Tiny models with random weights in the layouts that ai-toolkit's own loaders read: `python aitk_folders.py FOLDER`.
 
-Run in ai-toolkit's environment with AI_TOOLKIT_ROOT. Below FOLDER, the working directory of the jobs to come:
-
-    models/flux, flux_kontext, zimage     whole folders in diffusers layout
-    models/flux2_klein_4b          a checkpoint in BFL's layout
-    models/krea2                   a checkpoint in the original's layout
-    Qwen                           what flux2_klein_4b and krea2 name on the hub, which is found here first
-    extensions/tiny_geometries     calls `substitute` at the start of each job
-
-ai-toolkit's loaders run as they are. Substituted are the sizes that its code holds: klein's `get_flux2_params`,
-FLUX.2's `AutoEncoderParams`, and `KREA2_MMDIT_CONFIG`.
+Run in ai-toolkit's environment with AI_TOOLKIT_ROOT; FOLDER is the working directory of the jobs to come. Its loaders
+run as they are, but for the sizes that its code holds, which an extension replaces at the start of each job
+(`substitute`). `Qwen` holds what is named on the hub, and is found first.
 """
 
 import os

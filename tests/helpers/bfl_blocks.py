@@ -1,7 +1,4 @@
-"""Double and single blocks in the layout of the original FLUX.1, named and called as ai-toolkit's Chroma has them.
-
-A stand-in with the same arithmetic, where ai-toolkit's own cannot be imported.
-"""
+"""Blocks in the layout of the original FLUX.1, as ai-toolkit's Chroma has them, where those cannot be imported."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,8 +1,6 @@
 """One double and one single FLUX block of real width with random weights, a LoRA and COAT as asked.
 
-Three training loops, all with fp32 adapters on bf16 blocks: "autocast" (PEFT under bf16 autocast, as accelerate runs
-it), "peft" (PEFT without autocast, as the stand-alone trainer runs it), "toolkit" (ai-toolkit's modules, see
-toolkit_lora.py).
+Loops, all with fp32 adapters on bf16 blocks: "autocast" (PEFT, as accelerate runs it), "peft" (without), "toolkit".
 """
 
 import contextlib

@@ -1,7 +1,6 @@
 """Bytes that `coat-flux plan` predicts for small models of many families, and those counted in a pass: docs/memory.md.
 
-`python -m tests.helpers.plan_models [ARCH ...]`; with --qtype, in ai-toolkit's environment (AI_TOOLKIT_ROOT), of bases
-that ai-toolkit quantizes. One JSON object a line, --table for the rows of a page.
+One JSON object a line, --table for the rows of a page. --qtype, of bases that ai-toolkit quantizes, in its environment.
 """
 
 import argparse

@@ -1,8 +1,7 @@
 """A CUDA graph without a GPU: the operators of a call are recorded, and a replay runs them on the same tensors.
 
-What is true of a captured graph is true here: Python does not run again, every number that was not in a tensor stays as
-it was, every tensor stays where it was; a read by the host fails while recording. Recording computes, where a capture
-does not, so what changed in place is put back.
+As in a captured graph Python does not run again, and a read by the host fails while recording. Recording computes,
+where a capture does not, so what changed in place is put back.
 """
 
 from collections.abc import Callable

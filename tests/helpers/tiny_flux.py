@@ -1,9 +1,7 @@
 """A tiny FLUX.1: its real classes at toy widths, with random weights that behave.
 
-diffusers' and transformers' own random initialisation is meant to be trained from; several layers start so small that
-prompt and timestep hardly reach the output. Here every linear keeps the size of its input (weights of variance
-gain² / fan-in), so the prediction has a standard deviation near 1 and depends on image, prompt, pooled prompt, timestep
-and guidance.
+diffusers' own initialization starts so small that prompt and timestep hardly reach the output. Here every linear keeps
+the size of its input, so the prediction has a standard deviation near 1 and depends on all inputs.
 """
 
 import functools

@@ -1,7 +1,5 @@
 """LayerNorm or RMSNorm with modulation, and gate and residual: against diffusers to the bit, autograd in float64.
 
-The gate with the adapter's part and what is saved of its result, also behind an RMSNorm.
-
 Their Triton kernels, in the interpreter, against the operators in fp32: the interpreter truncates to bf16.
 """
 

@@ -1,8 +1,6 @@
 """What torch.compile and callers may rely on, of every operator and its launcher.
 
-Results have the fake's dtype, shape and strides and memory of their own; a second launch has the same bits; what an
-operator cannot do is an error that names it. opcheck asks the body alone; the launchers are asked over views and dtypes
-that differ.
+opcheck asks the body alone; the launchers are asked over views and dtypes that differ.
 """
 
 from collections.abc import Iterator

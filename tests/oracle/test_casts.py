@@ -1,8 +1,4 @@
-"""The casts against other arithmetic.
-
-`saturating_cast` against ml_dtypes on every 16-bit value, and slow and obviously right in exact rational arithmetic at
-fp32 halfway points; `stochastic_cast` by counting how often it rounds up, and that it never leaves the two neighbours.
-"""
+"""The casts against other arithmetic: ml_dtypes, exact rational numbers, and counts of how often they round up."""
 
 import itertools
 import math

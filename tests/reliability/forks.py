@@ -1,8 +1,7 @@
 """Children of this process that are killed, or meet a broken disk, at a chosen file operation.
 
 A fork has everything imported and loaded, so a kill costs milliseconds. File operations are seen by Python's audit
-events: opening, making and removing files and folders, links and renames. What an open file is given between two of
-them is not seen, but a kill there leaves the same as a kill at the next one.
+events; what an open file is given between two of them is not, but a kill there leaves the same as at the next one.
 """
 
 import itertools

@@ -1,7 +1,6 @@
 """A process that is killed, or whose disk is full or forbidden, at any moment loses no committed checkpoint.
 
-Every file operation of a save is tried, and random moments of whole runs. Afterwards the run folder holds the set
-before or the new one, whole, and a resumed run ends bit for bit as the one that was never stopped.
+Afterwards the run folder holds the set before or the new one, whole; a resumed run ends as the one never stopped.
 """
 
 import errno

@@ -1,8 +1,7 @@
 """Out of memory in the midst of a step: it is explained, the step is tried again with more recomputation, and fits.
 
-The lack is injected where it happens in life: an operator of the forward pass, of the backward pass or of the optimizer
-raises. Where recomputation is exact (activations in high precision, exact block inputs) the retried step's weights are
-those of a step that never failed, bit for bit; with FP8 they are those of a run that recomputes every block.
+Where recomputation is exact the retried step's weights are those of a step that never failed, bit for bit; with FP8
+they are those of a run that recomputes every block.
 """
 
 import contextlib

@@ -3,12 +3,6 @@
     with dry_gpu(monkeypatch) as gpu:
         gpu.steps(dry_session(coat, monkeypatch), 2)
 
-card.py         meta tensors are shown to Python as tensors on "cuda:0"
-operators.py    our operators run what is registered for CUDA; a wait of the host is an error
-launches.py     kernels are not launched: every launch is checked
-streams.py      who waits for whom, where two streams use the same memory
-engine.py       a session of the stand-alone engine at FLUX.1-dev's geometry
-
 Stood in for: what kernels compute, what the host reads (the lists below), weights, photos and captions, the trial
 whether Triton works, FlashAttention 3 and 4, and the first step's choice by time (everything takes one millisecond).
 """
