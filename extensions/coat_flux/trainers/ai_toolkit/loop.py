@@ -1,10 +1,10 @@
 """The training loop of a job: each step of ai-toolkit runs inside `TrainingLoop.step`, each save is a whole set.
 
-ai-toolkit itself would turn a NaN loss into 0, and drop a batch that ran out of memory.
+ai-toolkit itself turns a NaN loss into 0, and drops a batch that ran out of memory: here both are handled before.
 
-Of several processes (`Team`, started by `accelerate launch run.py`) ai-toolkit combines nothing. Each takes every N-th
-batch of one order, gradients are combined before clipping, and all agree on one loss and on what follows the step. Each
-samples every N-th prompt; one saves.
+Nor does it combine processes (`accelerate launch run.py`), as `Team` does: each takes every N-th batch of one order,
+gradients are combined before clipping, and all agree on one loss and on what follows the step. Each samples every N-th
+prompt; one saves.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +41,7 @@ LOSSES = ("calculate_loss", "get_guided_loss", "get_mean_flow_loss")  # methods 
 
 
 class TrainingLoop:
-    """The loop of one job, from `hook_before_train_loop` on; `done` counts steps."""
+    """The loop of one job, from `hook_before_train_loop` on; `done` is the number of steps done."""
 
     def __init__(self, process: Any):
         self._process = process
@@ -49,9 +50,10 @@ class TrainingLoop:
         self._full = process._full
         self._held_out = process._held_out
         phases = process._phases
-        self.done = self._saved = process.step_num
+        self.done = self._saved = process.step_num  # `_saved`: the step of the newest save
         self._stop_requested = False  # by the web UI or the live page
-        self._owes_save = self._told_of_guard = False
+        self._owes_save = False  # the guard has postponed one
+        self._warned_of_loss = False
         self._begin_step()
         self._tables: RunTables | None = None
         if self._team.is_main:
@@ -64,14 +66,16 @@ class TrainingLoop:
                 validates=self._held_out is not None,
             )
             process._held.callback(self._tables.close)
+
         write_precision = (lambda rows: None) if self._tables is None else self._tables.precision
+        log = SimpleNamespace(info=info, detail=detail, precision=write_precision)
         self.watch = StepWatch(
             process.coat,
             process.sd.unet,
             process.network,
             _trained_of(process),
             process.optimizer,
-            SimpleNamespace(info=info, detail=detail, precision=write_precision),
+            log,
             phases,
             process._job_config,
             report=process._report,
@@ -90,7 +94,7 @@ class TrainingLoop:
 
     @property
     def stops(self) -> bool:
-        """Whether this process is asked to stop."""
+        """Whether this process has been asked to stop."""
         return self._stop_requested or self._interrupts.asked
 
     def ask_to_stop(self, who: str) -> None:
@@ -101,15 +105,15 @@ class TrainingLoop:
     # -- a step
 
     def _begin_step(self) -> None:
-        self._losses: list[Tensor] = []  # of micro-batches, fp32 []
-        self._without: list[Tensor] = []  # those without the LoRA
-        self._norms: list[Tensor] = []  # before clipping, by parameter group
-        self._measured: tuple[float, float, float, float] | None = None  # loss, lr, norm, without
-        self._micro_batches = 0
+        self._losses: list[Tensor] = []  # fp32 [], by micro-batch
+        self._losses_without: list[Tensor] = []  # the same without the LoRA
+        self._norms: list[Tensor] = []  # of gradients before clipping, by parameter group
+        self._stats: StepStats | None = None  # once the gradients are there
+        self._micro_batches = 0  # begun so far
         self._commands: frozenset[str] = frozenset()  # agreed on by all processes
 
     def step(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Run a step of ai-toolkit; returns what it displays."""
+        """Do a step by `run`, ai-toolkit's own; returns the numbers that ai-toolkit displays."""
         quiet_dead_outputs()
         process = self._process
         number = process.step_num + 1
@@ -119,18 +123,18 @@ class TrainingLoop:
             self._begin_step()
             began = time.monotonic()
             with self.watch.casts(number), self._observed(number):
-                # inside: on a CPU the memory report is a dispatch mode too, and modes must nest
+                # not before `casts`: on a CPU the memory report is a dispatch mode too, and modes must nest
                 self.watch.mark("before_forward", number)
                 shown = run()
             self.watch.mark("after_optimizer_step", number)
             seconds = time.monotonic() - began
-            if self._tables is not None and self._measured is not None:
-                loss, lr, norm, _ = self._measured
-                skipped = self.watch.guard.skipped
-                self._tables.step(StepStats(number, process.epoch_num, lr, loss, norm, seconds, skipped))
+            stats = self._stats
+            if self._tables is not None and stats is not None:
+                stats.seconds, stats.skipped = seconds, self.watch.guard.skipped
+                self._tables.step(stats)
             self.watch.end_step(number, seconds)
-            if self._team.size > 1 and self._measured is not None:
-                shown = shown | {"loss": self._measured[0]}
+            if self._team.size > 1 and stats is not None:
+                shown = shown | {"loss": stats.loss}
             return shown
 
         def reset() -> None:
@@ -146,8 +150,8 @@ class TrainingLoop:
         self.done = number
         if self._held_out is None:
             return shown
-        before = process.step_num  # ai-toolkit saves by it
-        if number == process.train_config.steps or (before > 0 and before % self._held_out.every == 0):
+        counted = process.step_num  # number - 1, by which ai-toolkit saves
+        if number == process.train_config.steps or (counted > 0 and counted % self._held_out.every == 0):
             self.validate()
         if self._held_out.curve:
             shown = shown | {"held_out": self._held_out.curve[-1][1]}
@@ -161,7 +165,7 @@ class TrainingLoop:
             self._tables.validation(self.done, loss)
 
     def redraw(self) -> None:
-        """Redraw held-out photos after a save, or at a start, where they were not yet."""
+        """Redraw the held-out photos at a save or at a start, unless that was done at this step."""
         redrawn = None if self._held_out is None else self._held_out.redrawn
         if redrawn is None or not redrawn.lacks(self.done):
             return
@@ -172,34 +176,35 @@ class TrainingLoop:
             self._tables.fidelity(redrawn.rows())
 
     def begin_micro_batch(self) -> None:
-        """Seed by the micro-batch's number if a step has several."""
+        """Seed the generators by the micro-batch's number in the run, if a step has several."""
         process, team = self._process, self._team
         count = process.train_config.gradient_accumulation
         if self._continuation is not None and count * team.size > 1:
             number = (process.step_num * count + self._micro_batches) * team.size + team.rank
-            numbers = self._continuation.seed, DRAWS, number
-            draw_from(*numbers)
-            torch.manual_seed(mixed_seed(*numbers))  # of all devices
+            seeds = (self._continuation.seed, DRAWS, number)
+            draw_from(*seeds)  # the CPU's
+            torch.manual_seed(mixed_seed(*seeds))  # all devices'
         self._micro_batches += 1
 
     @contextmanager
     def _observed(self, number: int) -> Iterator[None]:
-        """Replace the methods of a step, meanwhile: all jobs of a command share one accelerator."""
+        """Replace the methods that ai-toolkit's step calls, in this block only: all jobs share one accelerator."""
         process, watch = self._process, self.watch
         accelerator = process.accelerator
         optimizer = process.optimizer
         own_backward = accelerator.backward
         own_clip = accelerator.clip_grad_norm_
         own_step = optimizer.step
+        own_predict = process.predict_noise
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         fused = None if self._full is None else self._full.fused
-        is_complete = False
+        is_complete = False  # gradients are combined over processes
+
         steps = process.train_config.steps
         save_every = process.save_config.save_every or steps
-        until_save = (1 - number) % save_every  # saves are one step late
+        until_save = (1 - number) % save_every  # ai-toolkit saves after steps 1 + k * save_every
         compares = watch.guard.compares(number, until_save, steps - number)
         pair: list[Tensor] = []  # a micro-batch's predictions without and with the LoRA
-        own_predict = process.predict_noise
 
         def predict_noise(*args: Any, **kwargs: Any) -> Any:
             if not (compares and kwargs.get("is_primary_pred")):
@@ -210,13 +215,13 @@ class TrainingLoop:
             return pair[1]
 
         def recorded(compute: Callable[..., Any]) -> Callable[..., Any]:
-            """`compute`, recorded before ai-toolkit turns NaN into 0."""
+            """The method `compute` of a loss, which also records it, before ai-toolkit turns NaN into 0."""
 
             def compute_loss(*args: Any, **kwargs: Any) -> Any:
                 if pair and kwargs.get("noise_pred") is pair[1] and kwargs.get("prior_pred") is None:
                     with torch.no_grad(), kept_draws():
                         without = compute(*args, **kwargs | {"noise_pred": pair[0]})
-                    self._without.append(without.float().mean())
+                    self._losses_without.append(without.float().mean())
                 pair.clear()
                 loss = compute(*args, **kwargs)
                 if isinstance(loss, Tensor):
@@ -249,10 +254,12 @@ class TrainingLoop:
 
         def step(*args: Any, **kwargs: Any) -> Any:
             complete_gradients()
-            loss, _, norm, without = self._measured = self._measure(parameters)
-            if compares and math.isnan(without) and not self._told_of_guard:
+            loss, norm, without = self._measure(parameters)
+            lr = float(optimizer.param_groups[0]["lr"])
+            self._stats = StepStats(number, process.epoch_num, lr, loss, norm)
+            if compares and math.isnan(without) and not self._warned_of_loss:
                 info("guard: this job's loss cannot be computed without the LoRA, only growth is limited")
-                self._told_of_guard = True
+                self._warned_of_loss = True
             if not watch.allows_update(number, loss, norm, without):
                 return None
             return own_step(*args, **kwargs)
@@ -265,17 +272,19 @@ class TrainingLoop:
         ):
             yield
 
-    def _measure(self, parameters: list[Tensor]) -> tuple[float, float, float, float]:
+    def _measure(self, parameters: list[Tensor]) -> tuple[float, float, float]:
+        """The step's loss, its gradient norm, and its loss without the LoRA or NaN; processes agree here."""
         loss = float(torch.stack(self._losses).mean()) if self._losses else 0.0
         without = math.nan
-        if self._without and len(self._without) == len(self._losses):
-            without = float(torch.stack(self._without).mean())
+        if self._losses_without and len(self._losses_without) == len(self._losses):
+            without = float(torch.stack(self._losses_without).mean())
+
         norms = self._norms or [p.grad.norm() for p in parameters if p.grad is not None]
         norm = 0.0
         if self._full is not None and self._full.fused is not None:
             norm = float(self._full.fused.norm)
         elif norms:
-            norm = float(torch.stack([norm.float() for norm in norms]).square().sum().sqrt())
+            norm = float(torch.stack([part.float() for part in norms]).square().sum().sqrt())
         if self._team.size > 1:
             requested = self._process._live.poll()
             if self.stops:
@@ -286,14 +295,17 @@ class TrainingLoop:
             mean, flags = self._team.agree(own, [name in requested for name in COMMANDS])
             loss, without = mean.tolist()
             self._commands = frozenset(itertools.compress(COMMANDS, flags))
-        return loss, float(self._process.optimizer.param_groups[0]["lr"]), norm, without
+        return loss, norm, without
 
     # -- between two steps
 
     def save(self, step: int | None, host_save: Callable[[int | None], None]) -> None:
-        """Save a set, into which ai-toolkit's `host_save` writes, unless the guard is in doubt; DeadRunError by it."""
+        """Save a set, by ai-toolkit's `host_save`, or postpone it while the guard is in doubt.
+
+        The final save (`step` None) raises DeadRunError instead.
+        """
         process, guard = self._process, self.watch.guard
-        is_set = self._continuation is not None
+        is_set = self._continuation is not None  # else saves are ai-toolkit's own
         if is_set and step is not None and guard.doubt is not None:
             self._owes_save = True
             info(f"step {self.done}: the save is postponed, {guard.doubt}")
@@ -303,18 +315,17 @@ class TrainingLoop:
             host_save(step)
             self.redraw()
             return
-        lines: list[str] = []
+
+        lines: list[str] = []  # of the log, on what was read back
         measured: dict[str, Any] = {"held_out_loss": []}
         if self._held_out is not None:
             redrawn = self._held_out.redrawn
-            measured = {
-                "held_out_loss": self._held_out.curve,
-                "fidelity": None if redrawn is None else redrawn.record,
-            }
+            measured["held_out_loss"] = self._held_out.curve
+            measured["fidelity"] = None if redrawn is None else redrawn.record
 
         def write(folder: Path) -> None:
-            after_commit = dict.fromkeys(("clean_up_saves", "post_save_hook"), lambda *args: None)
-            with patched(process, save_root=str(folder), **after_commit):
+            postponed = dict.fromkeys(("clean_up_saves", "post_save_hook"), lambda *args: None)  # until the commit
+            with patched(process, save_root=str(folder), **postponed):
                 host_save(step)
             lines.extend(read_back(process, folder))
             self._continuation.write_state(folder, self.done, self.watch.state_dict(), measured)
@@ -326,7 +337,7 @@ class TrainingLoop:
         process.clean_up_saves()
         if self._team.is_main:
             process.post_save_hook(os.path.join(process.save_root, "optimizer.pt"))
-        if step is not None:  # the last one is in the main process alone
+        if step is not None:  # ai-toolkit calls the final save in the main process only
             self._team.wait()
         process.last_save_step = self.done  # for the web UI
         self.redraw()
@@ -337,8 +348,8 @@ class TrainingLoop:
         commands = process._live.poll() if alone else self._commands
         if "stop" in commands and not self.stops:
             self.ask_to_stop("the live page" if alone else "the live page, or another process,")
-        stops = "stop" in commands  # in all processes
-        if commands and not stops and not (alone and self.stops):
+        stops = "stop" in commands or (alone and self.stops)  # several processes stop only where all agree
+        if commands and not stops:
             if "save" in commands and self._saved != self.done:
                 process.save(self.done)
             if "sample" in commands:
@@ -346,7 +357,7 @@ class TrainingLoop:
                 if process.train_config.unload_text_encoder:
                     process.sd.text_encoder_to("cpu")
             process.ensure_params_requires_grad()
-        if stops or (alone and self.stops):
+        if stops or (alone and self.stops):  # perhaps asked while sampling
             self._stop()
         if self._owes_save and self.watch.guard.doubt is None:
             process.save(self.done)
@@ -355,23 +366,24 @@ class TrainingLoop:
         process = self._process
         if self._saved != self.done:
             process.save(self.done)
-        saved = "before the first step"
+        place = "before the first step"
         if self.done:
-            saved = f"after {self.done} steps, saved in {process.save_root}"
-        if self._saved != self.done and self._continuation is not None:
-            saved = f"after {self.done} steps; those after step {self._saved} are not saved"
-        info(f"stopped {saved}; the same command resumes it")
+            place = f"after {self.done} steps, saved in {process.save_root}"
+        if self._saved != self.done and self._continuation is not None:  # the guard has postponed the save
+            place = f"after {self.done} steps; those after step {self._saved} are not saved"
+        info(f"stopped {place}; the same command resumes it")
+
         reason: BaseException = KeyboardInterrupt()
         try:
             super(type(process), process).maybe_stop()
-        except Exception as error:  # ai-toolkit's way to stop
+        except Exception as error:  # how ai-toolkit stops a job of its web UI
             reason = error
         process.on_error(reason)
         raise SystemExit(EXIT_CODE)
 
 
 def _trained_of(process: Any) -> dict[str, Tensor]:
-    """Name → parameter: `transformer$$block$$to_q.lora_up.weight` of a LoRA."""
+    """The trained parameters by name, a LoRA's as `transformer$$block$$to_q.lora_up.weight`."""
     network = process.network
     if network is None:
         return {} if process._full is None else process._full.trained
@@ -386,15 +398,12 @@ def _trained_of(process: Any) -> dict[str, Tensor]:
 def live_run(process: Any) -> LiveRun:
     """The run's side of `coat-flux watch`."""
     state = None if process._continuation is None else process._continuation.state
+    first = 0 if state is None else state.step
     sample = process.get_conf("sample", None) or {}
-    prompts = sample.get("samples") or sample.get("prompts")
-    return LiveRun(
-        Path(process.save_root),
-        0 if state is None else state.step,
-        process.train_config.steps,
-        samples=bool(prompts) and not (process.get_conf("train", None) or {}).get("disable_sampling"),
-        active=process._team.is_main,
-    )
+    train = process.get_conf("train", None) or {}
+    samples = bool(sample.get("samples") or sample.get("prompts")) and not train.get("disable_sampling")
+    folder = Path(process.save_root)
+    return LiveRun(folder, first, process.train_config.steps, samples=samples, active=process._team.is_main)
 
 
 def explain_end(error: BaseException, process: Any) -> None:
@@ -403,21 +412,21 @@ def explain_end(error: BaseException, process: Any) -> None:
         info(f"interrupted; earlier saves are whole in {process.save_root}")
         process.on_error(error)
         raise SystemExit(EXIT_CODE) from None
-    since = getattr(error, "since", None)
+    since = getattr(error, "since", None)  # of a DeadRunError
     continuation = process._continuation
-    if since is not None and continuation is not None:  # a DeadRunError
+    if since is not None and continuation is not None:
         error.args = (f"{error}; {continuation.saves.way_back(since)}",)
     if is_oom(error):
-        info(f"{explain_oom(error, process._phases, process._job_config)}")
+        info(explain_oom(error, process._phases, process._job_config))
 
 
 # -- several processes
 
 
 class Team(Processes):
-    """The processes of a job; UserError if accelerate does not know of several."""
+    """The processes of a job; UserError if several were started and accelerate counts one."""
 
-    averages = False  # accumulated gradients, as ai-toolkit does from 0.13 on; before it they are summed
+    averages = False  # whether gradients are averaged over processes, or summed
 
     def __init__(self, accelerator: Any):
         size = accelerator.num_processes
@@ -434,7 +443,7 @@ class Team(Processes):
         self.wait()
 
     def sum_gradients(self, params: Iterable[nn.Parameter]) -> None:
-        """Combine gradients over processes as ai-toolkit does those of accumulated batches."""
+        """Combine gradients over processes as ai-toolkit does over accumulated batches, from 0.13 on by their mean."""
         params = list(params)
         super().sum_gradients(params)
         if self.averages and self.size > 1:
@@ -443,7 +452,7 @@ class Team(Processes):
 
     @contextmanager
     def unwrapped(self, process: Any) -> Iterator[None]:
-        """Let ai-toolkit prepare the run as for one process: DDP would not reduce, as nothing calls its forward."""
+        """Let ai-toolkit prepare the run as for one process: nothing calls the forward in which DDP would reduce."""
         if self.size == 1:
             yield
             return
@@ -452,9 +461,9 @@ class Team(Processes):
         with patched(process.accelerator.state, distributed_type=DistributedType.NO):
             yield
         if hasattr(process.lr_scheduler, "split_batches"):
-            process.lr_scheduler.split_batches = True
-        places = (process.step_num, process.start_step, process.epoch_num)
-        process.step_num, process.start_step, process.epoch_num = self.from_main(places)
+            process.lr_scheduler.split_batches = True  # else accelerate steps it once for each process
+        counters = (process.step_num, process.start_step, process.epoch_num)
+        process.step_num, process.start_step, process.epoch_num = self.from_main(counters)
         _limit_waits(STEP_LIMIT)
 
     def share_of(self, images: list[Any]) -> list[Any]:
@@ -464,11 +473,11 @@ class Team(Processes):
         for number, image in enumerate(images):
             count = str(number).zfill(len(str(len(images))))
             image.output_filename_no_ext = image.output_filename_no_ext.replace("[count]", count)
-            image.save_image_atomic = image.save_image  # it would move the other processes' images too
+            image.save_image_atomic = image.save_image  # the atomic one would move the other processes' images too
         return images[self.rank :: self.size]
 
 
-def _limit_waits(limit: Any) -> None:
+def _limit_waits(limit: timedelta) -> None:
     setter = getattr(dist.distributed_c10d, "_set_pg_timeout", None)  # torch has no public setter
     if setter is not None:
         setter(limit)
