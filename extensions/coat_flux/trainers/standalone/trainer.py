@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ class COATTrainer:
         self.job = config if isinstance(config, JobConfig) else JobConfig.load(config)
 
     def train(self, *, from_step: int | None = None) -> Path:
-        """Run or resume the training, `from_step` a kept state, if given, moving newer ones aside.
+        """Run the training, or resume it from the newest save, or from that of `from_step`: newer ones are moved aside.
 
         Returns:
             The final LoRA, `<training_folder>/<name>/<name>.safetensors`; or the model, a folder `<name>` there.
@@ -103,7 +104,7 @@ class COATTrainer:
             if not isinstance(error, DeadRunError):
                 log.record(f"Ended by {type(error).__name__}: {error}")
             if not first_to_fail():
-                raise SystemExit(EXIT_OTHER) from error  # the first one says why
+                raise SystemExit(EXIT_OTHER) from error  # another process reports the cause
             if isinstance(error, DeadRunError) and error.since is not None:
                 raise DeadRunError(f"{error}; {self._way_back(error.since)}", error.since) from error
             if is_oom(error):
@@ -116,16 +117,12 @@ class COATTrainer:
 
     def _way_back(self, since: int) -> str:
         job, name = self.job, self.job.raw["config"]["name"]
-        option = f' --name "{name}"'
+        command = f'coat-flux train "{job.file}" --name "{name}"'
         with suppress(ConfigError):
-            if load_job_yaml(job.file)["config"]["name"] == name:
-                option = ""
-        return way_back(
-            job.folder,
-            since,
-            min(job.save.save_every, WINDOW),
-            lambda step: f'resume from step {step}: coat-flux train "{job.file}"{option} --from-step {step}',
-        )
+            if load_job_yaml(job.file)["config"]["name"] == name:  # not set on the command line
+                command = f'coat-flux train "{job.file}"'
+        apart = min(job.save.save_every, WINDOW)
+        return way_back(job.folder, since, apart, lambda step: f"resume from step {step}: {command} --from-step {step}")
 
     def _train(self, workers: Workers, log: RunLog, phases: PhaseTracker, from_step: int | None) -> Path:
         job, is_main = self.job, workers.is_main
@@ -133,11 +130,12 @@ class COATTrainer:
             log.info(f"Note: {note}")
         if is_main:
             provide_embedded(job.model.name_or_path)
-            back = [] if from_step is None else go_back(job.folder, from_step)
-            for line in (*back, *repair(job.folder)):
+            moves = [] if from_step is None else go_back(job.folder, from_step)
+            for line in moves + repair(job.folder):
                 log.info(line)
             require_room(job.folder)
         workers.wait()
+
         point = find_resume_point(job.folder, job.name)
         identity = identity_of(job, workers.size)
         if point is not None:
@@ -151,29 +149,28 @@ class COATTrainer:
             log.info(f"#### IMPORTANT RESUMING FROM {point.path} ####")
         elif is_main:
             phases.path = job.folder / MEMORY_FILE
+
         samples = bool(job.sample.items()) and not job.train.disable_sampling
         first = 0 if point is None else point.step
         live = LiveRun(job.folder, first, job.train.steps, samples=samples, active=is_main)
-        with ExitStack() as running:
+        with ExitStack() as stack:
             if point is None:
-                running.enter_context(live)
+                stack.enter_context(live)
             session = Session(job, workers, log, phases, point, identity, live)
-            if point is not None:  # a run that cannot be resumed stays unchanged
-                running.enter_context(live)
+            if point is not None:  # only now: the files of a run that cannot be resumed stay unchanged
+                stack.enter_context(live)
             return _run(session, self._observer)
 
 
 def _run(session: Session, observer: Observer | None) -> Path:
-    job = session.job
-    log = session.log
-    phases = session.watch.phases
+    job, log, phases = session.job, session.log, session.watch.phases
     with save_errors(job.folder, "the run cannot write its files", "its checkpoints are as they were"):
         if session.workers.is_main:
             text = yaml.safe_dump(job.written, sort_keys=False, allow_unicode=True)
             write_file(job.folder / "config.yaml", text)
             phases.path = job.folder / MEMORY_FILE
-            whole = session.transformer.num_parameters()  # those in codes included
-            space = save_space(job, [p.numel() for p in session.lora.values()], whole)
+            model_size = session.transformer.num_parameters()  # those in codes included
+            space = save_space(job, [param.numel() for param in session.lora.values()], model_size)
             for line in require_room(job.folder, space):
                 log.info(f"Warning: {line}")
         log.open(session.step)
@@ -184,7 +181,7 @@ def _run(session: Session, observer: Observer | None) -> Path:
         _draw_samples(session)
     with Interrupts(log.info) as interrupts:
         _train_steps(session, interrupts, observer)
-        if not session.holds_out:  # the loss of held-out photos may rise in a good run
+        if not session.holds_out:  # the loss on held-out photos may rise in a good run
             start, end = session.record["validation_loss"], _validate(session)
             session.watch.guard.check_end(session.step, start, end)
         path = save(session, final=True)
@@ -192,8 +189,9 @@ def _run(session: Session, observer: Observer | None) -> Path:
     _draw_samples(session)
     if session.holds_out:
         log.info(describe_lowest(session.record["held_out_loss"], job.folder, job.name))
-        for line in () if session.redrawn is None else session.redrawn.best():
-            log.info(line)
+        if session.redrawn is not None:
+            for line in session.redrawn.best():
+                log.info(line)
     else:
         log.info(f"validation loss {start:.6f} -> {end:.6f}")
     finish(phases, lambda: job, log.detail if job.coat.memory.log_memory_stats else None)
@@ -202,28 +200,27 @@ def _run(session: Session, observer: Observer | None) -> Path:
 
 
 def _train_steps(session: Session, interrupts: Interrupts, observer: Observer | None) -> None:
-    """All remaining steps, with saves and samples between them; KeyboardInterrupt after an interrupted run's save."""
-    job = session.job
-    log = session.log
-    guard = session.watch.guard
+    """Do the remaining steps, with saves and samples between them; KeyboardInterrupt after the save of a stop."""
+    job, log, guard = session.job, session.log, session.watch.guard
     batches = session.batches()
     first = session.step + 1
-    owes_save = False
+    owes_save = False  # the guard has postponed one
     log.start(session.step)
     session.watch.phases.enter("step")
     if observer is not None:
         observer(session)
     while session.step < job.train.steps:
-        asked = train_step(session, batches, interrupts)
+        commands = train_step(session, batches, interrupts)
         step = session.step
         last = step == job.train.steps
         validates = step % job.validation.every == 0
         saves = step % job.save.save_every == 0
         samples = step % job.sample.sample_every == 0
-        if asked or observer is not None or owes_save or last or validates or saves or samples:
+        if commands or observer is not None or owes_save or last or validates or saves or samples:
             settle(session)
         if step == first:
-            for line in execution_changes(session.saved.get("path", {}), execution_of(session.transformer)):
+            saved_execution = session.saved.get("path", {})
+            for line in execution_changes(saved_execution, execution_of(session.transformer)):
                 log.info(line)
         if observer is not None:
             observer(session)
@@ -231,9 +228,9 @@ def _train_steps(session: Session, interrupts: Interrupts, observer: Observer | 
             _validate(session)
         if last:
             return
-        if "stop" in asked:
+        if "stop" in commands:
             _stop(session)
-        due = saves or "save" in asked
+        due = saves or "save" in commands
         if due and guard.doubt is not None:
             log.info(f"Step {step}: not saved, {guard.doubt}; it is saved when that is over")
             owes_save = True
@@ -242,7 +239,7 @@ def _train_steps(session: Session, interrupts: Interrupts, observer: Observer | 
             log.info(f"Saved checkpoint to {save(session, final=False)}")
             owes_save = False
             _redraw(session)
-        if "sample" in asked or (samples and step >= job.sample.sample_start_step):
+        if "sample" in commands or (samples and step >= job.sample.sample_start_step):
             _draw_samples(session)
 
 
@@ -286,7 +283,7 @@ def _validate(session: Session) -> float:
 
 
 def _redraw(session: Session) -> None:
-    """Redraw held-out photos after a save, or at a start from one, where they were not yet."""
+    """Redraw the held-out photos at a save or at a start, unless that was done at this step."""
     redrawn, model, device = session.redrawn, session.transformer, session.workers.device
     if redrawn is None or not redrawn.lacks(session.step):
         return
@@ -302,45 +299,47 @@ def _redraw(session: Session) -> None:
 def train_step(session: Session, batches: Iterator[Batch], interrupts: Interrupts) -> frozenset[str]:
     """Do one optimizer step, counted even if its update is skipped; returns requested `watch.live.COMMANDS`.
 
-    Its numbers go to `session.log`, now or in the next step or `settle`.
+    Loss and norm are logged now, in the next step, or by `settle`.
     """
     started = time.perf_counter()
     watch = session.watch
     number = session.step + 1
-    late = session.skips_on_device and not watch.reads_at_once(number)
+    late = session.skips_on_device and not watch.reads_at_once(number)  # loss and norm are read after the update
     if not late:
         settle(session)
     group = session.optimizer.param_groups[0]
     lr = float(group["lr"]) * float(group.get("d", 1.0))  # Prodigy's step size, as in ai-toolkit
     micro_batches = [next(batches) for _ in range(session.job.train.gradient_accumulation)]
     without = _without_lora(session, number, micro_batches)
+
     with watch.casts(number):
         replayed = _replay(session, number, micro_batches) if late else None
-        numbers = _gradients(session, number, micro_batches) if replayed is None else replayed
+        results = _gradients(session, number, micro_batches) if replayed is None else replayed
+        if without is not None:
+            results = torch.cat([results, without])
         commands = session.live.poll()
         if interrupts.asked:
             commands |= {"stop"}
-        if without:
-            numbers = torch.cat([numbers, *without])
-        numbers, asked = session.workers.agree(numbers, [name in commands for name in COMMANDS])
-        read = start_reading(numbers)
+        results, flags = session.workers.agree(results, [name in commands for name in COMMANDS])
+        read = start_reading(results)
         if not late:
             if watch.allows_update(number, *read()):
                 _update(session, None)
         elif replayed is None:
-            _update(session, not_finite(numbers[:2]))
+            _update(session, not_finite(results[:2]))
     watch.mark("after_optimizer_step", number)
     advance(session.lr_scheduler, 1)
     session.step = number
+
     stats = StepStats(number, session.epoch, lr)
-    before = session.outstanding
+    previous = session.outstanding
     session.outstanding = stats, read
-    if before is not None:
-        _finish(session, *before)
+    if previous is not None:
+        _finish(session, *previous)
     stats.seconds = time.perf_counter() - started
     if not late:
         _finish(session, stats, read, judge=False)
-    return frozenset(name for name, wanted in zip(COMMANDS, asked, strict=True) if wanted)
+    return frozenset(compress(COMMANDS, flags))
 
 
 def settle(session: Session) -> None:
@@ -350,7 +349,7 @@ def settle(session: Session) -> None:
 
 
 def _finish(session: Session, stats: StepStats, read: Callable[[], list[float]], *, judge: bool = True) -> None:
-    """Report a step whose loss and norm are read now; `judge` it first unless done before its update."""
+    """Read and log a step's loss and norm; `judge` them first, unless that was done before the update."""
     stats.loss, stats.grad_norm, *without = read()
     if judge:
         session.watch.allows_update(stats.step, stats.loss, stats.grad_norm, *without)
@@ -361,23 +360,23 @@ def _finish(session: Session, stats: StepStats, read: Callable[[], list[float]],
     session.log.step(stats)
 
 
-def _without_lora(session: Session, number: int, batches: Sequence[Batch]) -> list[Tensor]:
-    """The step's loss without the LoRA, one tensor fp32 [1], or none if the guard does not compare this step."""
+def _without_lora(session: Session, number: int, batches: Sequence[Batch]) -> Tensor | None:
+    """The step's loss without the LoRA, fp32 [1], or None if the guard does not compare this step."""
     job, guard = session.job, session.watch.guard
     if not guard.compares(number, -number % job.save.save_every, job.train.steps - number):
-        return []
+        return None
 
     def compute() -> Tensor:
         with guard.without_lora():
             losses = [session.objective(session.dataset.batch(batch), batch.draw) for batch in batches]
         return torch.stack(losses).mean(0, keepdim=True)
 
-    return [_retried(session, number, compute)]
+    return _retried(session, number, compute)
 
 
 def _gradients(session: Session, number: int, batches: Sequence[Batch]) -> Tensor:
-    """Compute clipped gradients (fused: and apply them); returns fp32 [2]: loss and norm."""
-    together = len(batches) * session.workers.size  # gradients are summed over processes
+    """Compute gradients, and clip or (fused) apply them; returns fp32 [2]: loss and norm before clipping."""
+    count = len(batches) * session.workers.size  # of all processes, which sum their gradients
 
     def accumulate() -> Tensor:
         total = torch.zeros((), device=session.workers.device)
@@ -391,8 +390,9 @@ def _gradients(session: Session, number: int, batches: Sequence[Batch]) -> Tenso
                 session.watch.mark("after_forward", number)
             total += loss.detach() / len(batches)
             fused = session.fused if batch is batches[-1] else None
-            with nullcontext() if fused is None else fused.updating(not_finite(total)):
-                (loss / together).backward()
+            update = nullcontext() if fused is None else fused.updating(not_finite(total))
+            with update:
+                (loss / count).backward()
             if first:
                 session.watch.mark("after_backward", number)
         return total
@@ -406,7 +406,7 @@ def _gradients(session: Session, number: int, batches: Sequence[Batch]) -> Tenso
 
 
 def _retried(session: Session, number: int, attempt: Callable[[], Tensor]) -> Tensor:
-    """`attempt`, again with less in memory if that runs out."""
+    """The result of `attempt`, which is repeated with less in memory when it runs out."""
     graphs = session.graphs
     if graphs is not None:
         graphs.make_room()
@@ -416,12 +416,13 @@ def _retried(session: Session, number: int, attempt: Callable[[], Tensor]) -> Te
         freed = graphs is not None and graphs.drop()
         return "CUDA graphs: their memory was given back" if freed else None
 
-    if session.workers.shares_weights:  # a process that retries alone would wait for the others' weights
+    if session.workers.shares_weights:  # alone in its retry, a process would wait for the others' weights
         return attempt()
     return session.watch.retry(number, attempt, reset)
 
 
 def _clipped(session: Session, loss: Tensor) -> Tensor:
+    """Clip the gradients in place; returns fp32 [2]: `loss` and their norm before."""
     grads = [param.grad for param in session.lora.values() if param.grad is not None]
     norm = torch.linalg.vector_norm(whole_norms(grads))
     if grads:
@@ -431,9 +432,9 @@ def _clipped(session: Session, loss: Tensor) -> Tensor:
 
 
 def _update(session: Session, found_inf: Tensor | None) -> None:
-    """Update parameters, unless backward did, and the average; a no-op where `found_inf` is 1."""
+    """Update parameters, unless backward did, and their average; a no-op on the device where `found_inf` is 1."""
     if session.fused is None:
-        # stochastic rounding
+        # for stochastic rounding
         torch.manual_seed(mixed_seed(session.job.seed, Stream.OPTIMIZER, session.step))
         if isinstance(session.optimizer, FP8AdamW):
             session.optimizer.found_inf = found_inf
@@ -446,6 +447,7 @@ def _update(session: Session, found_inf: Tensor | None) -> None:
 
 
 def _replay(session: Session, number: int, batches: Sequence[Batch]) -> Tensor | None:
+    """Do the whole step by a CUDA graph; returns fp32 [2], loss and norm, or None if it must run eagerly."""
     if not session.captures or session.watch.measures_memory(number):
         return None
     if session.graphs is None:
@@ -463,15 +465,15 @@ def _replay(session: Session, number: int, batches: Sequence[Batch]) -> Tensor |
 
 
 def _whole_step(session: Session, drawn: Drawn, rates: Tensor) -> Tensor:
-    """A step with all that varies in tensors (`rates` fp64 [groups]); returns fp32 [2]: loss and gradient norm."""
+    """The step to capture: its inputs are tensors, `rates` (fp64 [groups]) too; returns fp32 [2]: loss and norm."""
     optimizer: Any = session.optimizer
     groups = optimizer.param_groups
     plain_rates = [group["lr"] for group in groups]
     optimizer.zero_grad(set_to_none=True)
     try:
         total = torch.zeros((), device=session.workers.device)
-        for each in drawn:
-            loss = session.objective.loss(each)
+        for micro_batch in drawn:
+            loss = session.objective.loss(micro_batch)
             (loss / len(drawn)).backward()
             total += loss.detach() / len(drawn)
         numbers = _clipped(session, total)
