@@ -1,7 +1,8 @@
-"""From samples to batches: their resumable order, and tensors, cached or encoded on the fly with the same bits."""
+"""From samples to batches: a resumable order, and tensors, with the same bits whether cached or encoded on the fly."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ _CACHE_GONE = "{}: its cached {} were removed or damaged since the start; start 
 
 @dataclass(frozen=True)
 class Batch:
-    """Indices of samples of one bucket size, and the number of the draw since the start of training."""
+    """Indices of samples of one bucket size; `draw` is the batch's number since the start of training."""
 
     indices: tuple[int, ...]
     draw: int
@@ -56,8 +57,8 @@ class BucketBatchSampler:
         self._buckets: dict[Bucket, list[int]] = {}
         for index, sample in enumerate(samples):
             self._buckets.setdefault(sample.bucket, []).append(index)
-        self.batches_per_epoch = sum(-(-len(members) // batch_size) for members in self._buckets.values())
-        self._position = 0  # in the sequence over all epochs, all ranks together
+        self.batches_per_epoch = sum(math.ceil(len(members) / batch_size) for members in self._buckets.values())
+        self._position = 0  # rank 0's, in the sequence over all epochs and ranks
         self._epoch, self._order = -1, []  # the last epoch asked for, and its batches
 
     def epoch_batches(self, epoch: int) -> list[tuple[int, ...]]:
@@ -67,8 +68,8 @@ class BucketBatchSampler:
         for members in self._buckets.values():
             shuffled = rng.sample(members, len(members))
             for start in range(0, len(shuffled), self.batch_size):
-                stop = start + self.batch_size
-                batches.append(tuple(shuffled[i % len(shuffled)] for i in range(start, stop)))
+                places = range(start, start + self.batch_size)
+                batches.append(tuple(shuffled[place % len(shuffled)] for place in places))
         rng.shuffle(batches)
         return batches
 
@@ -120,36 +121,38 @@ class LatentDataset:
         self._own_masks = [bool(config.alpha_mask or config.mask_path) for config in self.configs]
         self._has_masks = any(self._own_masks)
         self._has_reg = any(config.is_reg for config in self.configs)
-        self._levels: dict[Any, Tensor] = {}  # of masks at latents, small
+        self._levels: dict[Any, Tensor] = {}  # of masks, at the latents' size
         self._vae_identity = model_identity(vae)
         self._text_identity = encoders.identity
         self._digests: dict[Path, str] = {}
         self._latents, self._texts = [], []
         for config in self.configs:
             root = Path(config.folder_path) / CACHE_FOLDER
-            on_disk = root / "latents" if config.cache_latents_to_disk else None
-            self._latents.append(TensorCache(on_disk, config.cache_latents))
-            self._texts.append(TensorCache(root / "text" if config.cache_text_embeddings else None, False))
-        # whether training reads images, encodes prompts that are not cached
+            latents_folder = root / "latents" if config.cache_latents_to_disk else None
+            text_folder = root / "text" if config.cache_text_embeddings else None
+            self._latents.append(TensorCache(latents_folder, config.cache_latents))
+            self._texts.append(TensorCache(text_folder, False))
+        # during training, for what is not cached
         self.needs_vae = not all(cache.enabled for cache in self._latents)
         self.needs_encoders = not all(cache.enabled for cache in self._texts)
 
     def fill(self, progress: bool = True) -> None:
         """Encode what the caches lack, then release the models that training does not need.
 
-        Of several processes call it in one first: the others find everything cached.
+        With several processes, call it in one of them first: the others find everything cached.
         """
         bar = partial(tqdm, disable=not progress, leave=False, **bar_options())
-        cached = [sample for sample in self.samples if self._latents[sample.dataset_index].enabled]
+        cacheable = [sample for sample in self.samples if self._latents[sample.dataset_index].enabled]
         missing = []
-        for sample in bar(list(dict.fromkeys(cached)), desc="Checking cached latents"):
+        for sample in bar(list(dict.fromkeys(cacheable)), desc="Checking cached latents"):
             if self._latents[sample.dataset_index].load(self._latent_key(sample)) is None:
                 missing.append(sample)
         if missing and self.vae is not None:
             with on_device([self.vae], self.device):
                 for sample in bar(missing, desc="Caching latents"):
                     self._encode_image(sample)
-        prompts = []
+
+        prompts = []  # with the index of their data set
         for sample in self.samples:
             index = sample.dataset_index
             if self._texts[index].enabled:
@@ -170,7 +173,7 @@ class LatentDataset:
             self.encoders = None
 
     def batch(self, batch: Batch) -> dict[str, Tensor]:
-        """Rows of `encoded` on `device`, stacked, masks of mean 1; with regularization also weights [B] fp32."""
+        """The rows of `encoded`, stacked, on `device`, masks of mean 1; with regularization also `weights` [B] fp32."""
         rows = []
         for place, index in enumerate(batch.indices):
             sample = self.samples[index]
@@ -191,31 +194,31 @@ class LatentDataset:
         return {name: to_device(tensor, self.device) for name, tensor in tensors.items()}
 
     def encoded(self, sample: Sample, prompt: str, *, blur: float = 0.0) -> dict[str, Tensor]:
-        """One row of a batch, on the CPU.
+        """One row of a batch, on the CPU: latents [C, h, w] fp32; prompt_embeds [T, D] and pooled [P] bf16.
 
-        latents [C, h, w] fp32; with `transparency: mask` also mask [1, h, w] fp32 of mean 1, with the datasets' own
-        masks their weights from 0 to 1, 0 where a photo has none, `blur` as in `Mask.radius`; prompt_embeds [T, D] and
-        pooled [P], bf16. Raises DatasetError if they are not finite, or cannot be encoded any more.
+        With masks also mask [1, h, w] fp32, of the loss: of mean 1 by `transparency: mask`; by the datasets' own masks
+        (blurred by `blur`, as in `Mask.radius`) weights from 0 to 1, all 0 where a photo has none. DatasetError if a
+        tensor is not finite, or cannot be encoded any more.
         """
         index = sample.dataset_index
         image = self._latents[index].load(self._latent_key(sample)) or self._encode_image(sample)
-        key = cache_key("text", prompt, self._text_identity)
-        text = self._texts[index].load(key) or self._encode_text(index, prompt)
+        text_key = cache_key("text", prompt, self._text_identity)
+        text = self._texts[index].load(text_key) or self._encode_text(index, prompt)
         row = {**image, **text}
         if not self._has_masks:
             return row
         mask = sample.mask
         height, width = image["latents"].shape[1:]
-        if not self._own_masks[index]:
+        if not self._own_masks[index]:  # the photo's transparency, if cached with its latents, else everything
             row.setdefault("mask", torch.ones(1, height, width))
         elif mask is None:
             row["mask"] = torch.zeros(1, height, width)
         else:
             radius = mask.radius(blur)
-            place = mask, sample.bucket, sample.flip, radius
-            if place not in self._levels:
-                self._levels[place] = mask.levels(sample.bucket, (height, width), flip=sample.flip, radius=radius)
-            row["mask"] = mask.weights(self._levels[place])
+            view = (mask, sample.bucket, sample.flip, radius)
+            if view not in self._levels:
+                self._levels[view] = mask.levels(sample.bucket, (height, width), flip=sample.flip, radius=radius)
+            row["mask"] = mask.weights(self._levels[view])
         return row
 
     def _encode_image(self, sample: Sample) -> dict[str, Tensor]:
@@ -232,7 +235,7 @@ class LatentDataset:
         height, width = latents.shape[-2:]
         if self.masked and alpha is None:
             entry["mask"] = torch.ones(1, height, width)
-        elif self.masked:  # mean opacity of each latent's pixels, divided by its mean so that the loss keeps its size
+        elif self.masked:  # mean opacity of each latent's pixels; of mean 1, so that the loss keeps its size
             crop = fit_to_bucket(alpha, sample.bucket, flip=sample.flip)
             opacity = crop.resize((width, height), Image.Resampling.BOX)
             mask = torch.from_numpy(np.array(opacity, dtype=np.float32))[None]
@@ -244,12 +247,13 @@ class LatentDataset:
         path = sample.image_path
         if path not in self._digests:
             self._digests[path] = file_sha256(path)
-        size, colour = [sample.bucket.width, sample.bucket.height], self.ground(sample)
+        size = [sample.bucket.width, sample.bucket.height]
+        colour = self.ground(sample)
         ground = None if colour is None else rgb(colour)
         return cache_key("latents", self._digests[path], size, sample.flip, self._vae_identity, ground, self.masked)
 
     def ground(self, sample: Sample) -> str | None:
-        """What lies behind transparent parts; with `alpha_mask` their own colours."""
+        """The color that transparent parts become, or None: with `alpha_mask` they keep their own."""
         return None if self.configs[sample.dataset_index].alpha_mask else self.background
 
     def _encode_text(self, dataset_index: int, prompt: str) -> dict[str, Tensor]:
@@ -264,21 +268,18 @@ class LatentDataset:
 
 
 def picture_of(sample: Sample, ground: str | None) -> tuple[np.ndarray, np.ndarray]:
-    """A sample as it is cropped, uint8 [H, W, 3], and the mask of its subject, bool [H, W]: its own, or opacity.
-
-    `ground` as in `read_photo`.
-    """
+    """A sample's crop, uint8 [H, W, 3], and where its subject is, bool [H, W], by its mask or else its opacity."""
     image, alpha = read_photo(sample.image_path, ground)
     picture = np.array(fit_to_bucket(image, sample.bucket, flip=sample.flip))
     if sample.mask is not None:
-        shown = np.array(sample.mask.cut(sample.bucket, flip=sample.flip))
+        levels = np.array(sample.mask.cut(sample.bucket, flip=sample.flip))
     elif alpha is not None:
-        shown = np.array(fit_to_bucket(alpha, sample.bucket, flip=sample.flip))
+        levels = np.array(fit_to_bucket(alpha, sample.bucket, flip=sample.flip))
     else:
         return picture, np.ones(picture.shape[:2], bool)
-    return picture, shown > 127
+    return picture, levels > 127
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor without synchronizing."""
+    """A copy of a CPU tensor, made without synchronizing."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
