@@ -40,18 +40,11 @@ CPU_BUILD, DEFAULT_BUILD = f"torch=={VERSION}+cpu", f"torch=={VERSION}"
     [
         ({"gpu": False}, None, [[CPU_BUILD]], None),
         ({"gpu": False, "missing": (CPU_BUILD,)}, None, [[CPU_BUILD], [DEFAULT_BUILD]], None),
-        ({"gpu": False, "torch": (2, 9)}, None, [], None),
         ({"gpu": False, "torch": (2, 8)}, None, [[CPU_BUILD]], None),
         ({"gpu": False, "missing": (CPU_BUILD, DEFAULT_BUILD)}, None, [[CPU_BUILD], [DEFAULT_BUILD]], "pip failed"),
         ({"gpu": True, "torch": (2, 9), "cuda": [True]}, None, [], None),
-        ({"gpu": True, "cuda": [False]}, None, [[DEFAULT_BUILD]], "--torch-index-url"),
         ({"gpu": True, "torch": (2, 13), "cuda": [False, False]}, None, [], "--torch-index-url"),
-        (
-            {"gpu": True, "torch": (2, 13), "cuda": [False, True]},
-            "some-index",
-            [["--force-reinstall", DEFAULT_BUILD, "--index-url", "some-index"]],
-            None,
-        ),
+        ({"gpu": True, "cuda": [True]}, "some-index", [[DEFAULT_BUILD, "--index-url", "some-index"]], None),
     ],
 )
 def test_which_torch_a_machine_gets(monkeypatch, machine, index, asked, error):
