@@ -14,7 +14,6 @@ import yaml
 from coat_flux.base.errors import UserError
 from coat_flux.cli.entry import main
 from coat_flux.config.findings import ConfigError
-from coat_flux.study import sweep as sweep_module
 from coat_flux.study.study import VerifyError
 from coat_flux.study.sweep import (
     FAILED,
@@ -87,8 +86,7 @@ def test_a_key_and_its_values(text, axis):
 
 def test_trials_are_all_combinations_of_all_seeds(config, tmp_path):
     axes = ("train.lr=1e-4", "network.linear=8,16", "train.lr=1e-4,3e-4")
-    runs = chosen(make(config, *axes, seeds=(7, 8), folder=tmp_path))
-    by_name = {run.name: process_of(run) for run in runs}
+    by_name = {run.name: process_of(run) for run in chosen(make(config, *axes, seeds=(7, 8), folder=tmp_path))}
     assert set(by_name) == {
         f"lr{lr}_linear{rank}_seed{seed}" for lr in ("0.0001", "0.0003") for rank in (8, 16) for seed in (7, 8)
     }
@@ -99,14 +97,7 @@ def test_trials_are_all_combinations_of_all_seeds(config, tmp_path):
     # measured on the same photos whatever the seed: by name
     held_out = [process["validation"]["hold_out"] for process in by_name.values()]
     assert held_out == [held_out[0]] * 8
-    assert len(held_out[0]) == 1
-    assert held_out[0][0].endswith(".png")
-
-
-def test_without_optuna_the_extra_is_named(config, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "optuna", None)
-    with pytest.raises(UserError, match=r"pip install 'coat-flux\[sweep\]'"):
-        make(config, "train.lr=1e-4")
+    assert [Path(name).suffix for name in held_out[0]] == [".png"]
 
 
 def test_everything_wrong_is_said_at_once_as_check_does(config):
@@ -177,22 +168,20 @@ def test_rows_and_page(config, tmp_path):
     first.curve.append((9, 0.15))
     failed.state, failed.message = FAILED, "the <loss> was NaN"
     ranked, spread = rank(sweep.trials)
-    assert spread is None
-    assert not any(tie(trial, ranked[0], spread) for trial in ranked)
-    assert sentence_of(ranked, spread, 2)[1] == "open"  # one seed says nothing of luck
+    assert (spread, sentence_of(ranked, spread, 2)[1]) == (None, "open")  # one seed says nothing of luck
     _, *rows = ranking_rows(ranked, spread)
     lr, linear = sweep.trials[1].settings.values()
     assert rows[0][:5] == ["1", f"{lr:g}", str(linear), "0.100000", ""]
     assert rows[1][3:] == ["0.150000", "+0.050000", "not known", "0.111111 at step 8", "0.25", "finished"]
-    assert [row[-1] for row in rows] == ["finished", "finished", "failed", "not finished"]
+    assert [row[-1] for row in rows[2:]] == ["failed", "not finished"]
     text = write_sweep_page(sweep).read_text(encoding="utf-8")
-    for part in ("2 of 4 trials are not finished", "the &lt;loss&gt; was NaN", f"{second.name}.safetensors"):
-        assert part in text
+    assert "the &lt;loss&gt; was NaN" in text
+    assert f"{second.name}.safetensors" in text
     several, spread = rank([trial_of(1, [0.4], [0.5]), trial_of(2, [0.4], [0.41]), trial_of(3, [0.9], [0.9])])
     several[2].runs[1].state = FAILED
     _, *rows = ranking_rows(several, spread)
     assert [row[4] for row in rows] == ["", "no", "yes"]  # more than luck
-    assert [row[-2:] for row in rows] == [["2", "finished"], ["2", "finished"], ["1", "failed"]]
+    assert [row[-2:] for row in rows[1:]] == [["2", "finished"], ["1", "failed"]]
 
 
 def test_the_block_to_copy_is_a_valid_config(config, tmp_path):
@@ -249,8 +238,8 @@ save_file({"a": numpy.zeros(1)}, run / f"{name}.safetensors", {"training_info": 
 @pytest.fixture
 def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "trainer.py").write_text(TRAINER, encoding="utf-8")
-    monkeypatch.setattr(sweep_module, "CLI", tmp_path / "trainer.py")
-    monkeypatch.setattr(sweep_module, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr("coat_flux.study.sweep.CLI", tmp_path / "trainer.py")
+    monkeypatch.setattr("coat_flux.study.sweep.POLL_SECONDS", 0.02)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="Windows has no signal for one process alone")
@@ -281,8 +270,7 @@ def test_trials_run_fail_and_are_interrupted(config, tmp_path, trainer):
     assert first.stat().st_mtime_ns == made
     assert any("3 trials, 1 of them finished" in line for line in lines)
     told = {one.params["train.lr"]: one.value for one in sweep._open_study().trials}
-    assert told["0.0001"] == pytest.approx(1e-4 / 5)
-    assert told["2"] is None
+    assert told == {"0.0001": pytest.approx(1e-4 / 5), "0.0002": pytest.approx(2e-4 / 5), "2": None}
     other = make(config, "train.lr=1e-4", "train.steps=4", folder=tmp_path / "sweep")
     other.held_out.append("b.png")
     with pytest.raises(VerifyError, match="hold_out"):
