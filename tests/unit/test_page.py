@@ -51,8 +51,9 @@ def full_page(text: str, picture: Path) -> Page:
     page.table([text], [[text], [None]])
     page.curves(text, {text: [(0, 1.0), (1, 2.0)], "_" + text: [(0, 2.0)]}, y=text)
     page.images(text, [(text, picture), (text, picture.parent / "none.png")])
-    with page.details(text):
+    with suppress(OSError), page.details(text):
         page.paragraph(text)
+        raise OSError
     return page
 
 
@@ -71,7 +72,9 @@ def test_texts_are_escaped_and_nothing_is_fetched(picture):
     assert parsed.texts.count(HOSTILE) >= 17  # title, heading, texts and cells come back as they were given
     policies = [attrs["content"] for tag, attrs in parsed.tags if attrs.get("http-equiv")]
     assert policies == [POLICY]
-    assert "url(" not in full_page("x", picture).html()
+    plain = full_page("x", picture).html()
+    assert "url(" not in plain
+    assert "<details><summary>x</summary>\n<p>x</p>\n</details>" in plain  # closed, after an error too
 
 
 def test_charts_are_inline_and_name_what_they_show():
@@ -84,8 +87,6 @@ def test_charts_are_inline_and_name_what_they_show():
     assert parsed.sources() == []
     assert {"0", "200", "1,000", "1e-5", "2e-5", "0.5", "2.0", "lowest at 1200"} <= set(parsed.texts)
     assert {"0.01", "0.1", "1", "10", "100"} <= set(parsed.texts)
-    assert "\\" not in page.html()
-    assert "$" not in page.html()
 
 
 @pytest.mark.parametrize("log_y", [False, True])
@@ -146,15 +147,6 @@ def test_an_empty_chart_says_so_and_thinning_keeps_peaks():
     assert (7_777.0, 50.0) in few
     assert [x for x, _ in few] == sorted(x for x, _ in few)
     assert len(thinned(points[:100])) == 100
-
-
-def test_sections_fold_and_close_after_an_error():
-    page = Page("t")
-    with suppress(OSError), page.details("Memory"):
-        page.paragraph("inside")
-        raise OSError
-    page.paragraph("after")
-    assert "<details><summary>Memory</summary>\n<p>inside</p>\n</details>\n<p>after</p>" in page.html()
 
 
 def test_shaded_cells_are_red_when_low_and_green_when_high():

@@ -109,19 +109,13 @@ def test_the_run_in_one_sentence(tmp_path, losses, validation, saved, tone, verd
     assert page.index('<p class="verdict') < page.index("<table") < page.index("<h2>Loss</h2>") < page.index("<details")
 
 
-def test_the_best_save_by_colour_and_texture_is_marked(tmp_path):
+def test_what_the_files_of_a_run_hold_is_shown(tmp_path):
     run = make_run(tmp_path / "run")
     (run / "config.yaml").write_text(CONFIG + "    validation: {hold_out: 4, fidelity: true}\n")
     (run / "coat" / "validation.csv").write_text("step,loss\n0,0.5\n100,0.4\n200,0.4\n")
     rows = ["0,9,20,0.2,2,5,0.1", "100,5.25,15,0.4,2,5,0.1", "200,6,12,0.3,2,5,0.1"]  # step 0 is without the LoRA
     (run / FIDELITY_FILE).write_text("\n".join([",".join(FIDELITY), *rows]) + "\n")
-    text = text_of(write_report(run))
-    for shown in ("CIEDE2000", "best: step 100, 5.25", "best: step 200, 0.30", "the VAE alone"):
-        assert shown in text, shown
-
-
-def test_what_the_files_of_a_run_hold_is_shown(tmp_path):
-    run = make_run(tmp_path / "run")
+    add_samples(run, range(0, 1001, 50))
     metadata = {"coat.asked.gemms": "FP8", "coat.got.gemms": "bf16", "coat.why.gemms": "this card"}
     metadata["training_info"] = json.dumps({"step": 500, "epoch": 1})
     save_file({"a": torch.zeros(250_000)}, run / "shirt.safetensors", metadata=metadata)
@@ -138,6 +132,8 @@ def test_what_the_files_of_a_run_hold_is_shown(tmp_path):
     (run / "coat" / "precision.csv").write_text("\n".join([",".join(COLUMNS), *rows]) + "\n")
     text = text_of(write_report(run, tmp_path / "out" / "r.html"))
     for shown in (
+        *("best: step 100, 5.25", "best: step 200, 0.30", "the VAE alone"),
+        *("\na sks <i>shirt</i>\n", "26 more are in samples/."),
         f"\n{run.resolve() / 'shirt.safetensors'}\n",
         f"pipe.load_lora_weights('{run.resolve()}', weight_name='shirt.safetensors')",
         "trigger word in your prompts: sks.",
@@ -150,6 +146,8 @@ def test_what_the_files_of_a_run_hold_is_shown(tmp_path):
         "25.00%",
     ):
         assert shown in text, shown
+    steps = [int(step) for step in re.findall(r"\nstep (\d+)(?=\n)", text)]
+    assert steps == [0, 150, 300, 450, 550, 700, 850, 1000] * 2
 
 
 @pytest.mark.usefixtures("no_drawing")
@@ -167,25 +165,12 @@ def test_a_whole_model_and_how_to_load_it(tmp_path):
 
 
 @pytest.mark.usefixtures("no_drawing")
-def test_samples_are_a_grid_of_prompts_and_steps(tmp_path):
-    run = make_run(tmp_path / "run")
-    add_samples(run, range(0, 1001, 50))
-    text = text_of(write_report(run))
-    assert "\na sks <i>shirt</i>\n" in text
-    steps = [int(step) for step in re.findall(r"\nstep (\d+)(?=\n)", text)]
-    assert steps == [0, 150, 300, 450, 550, 700, 850, 1000] * 2
-    assert "26 more are in samples/." in text
-
-
-@pytest.mark.usefixtures("no_drawing")
 @pytest.mark.parametrize(
     ("file", "content", "shown"),
     [
         ("coat/metrics.csv", "step,loss\n1,x\n", "Loss: cannot be shown"),
         ("coat/precision.csv", "step\n1\n", "Precision of FP8: cannot be shown"),
         ("coat/memory.json", "{}", "Memory: cannot be shown"),
-        ("coat/validation.csv", "a,b\n1,2\n", "Loss: cannot be shown"),
-        ("coat/versions.json", "[]", "Versions: cannot be shown"),
         ("coat/state-000000001/state.json", "[1]", "Guard: cannot be shown"),
         ("config.yaml", ": - :", ": - :"),
         ("config.yaml", "config: {process: [1], name: {}}", "process: [1]"),
@@ -234,12 +219,11 @@ def test_smoothing_keeps_a_constant_and_passes_over_gaps():
 @pytest.mark.usefixtures("no_drawing")
 def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
     run = make_run(tmp_path / "out" / "shirt")
-    (tmp_path / "config.yaml").write_text(CONFIG)
+    (tmp_path / "out" / "config.yaml").write_text(CONFIG)  # of no run: nothing of one is next to it
     (tmp_path / "file").write_text("")
     for arguments, words in (
         ([tmp_path / "out"], "the runs shirt"),
         ([tmp_path / "nowhere"], "is not a folder"),
-        ([tmp_path], "neither a config.yaml"),
         ([run, "--out", tmp_path / "file" / "page.html"], "--out"),
     ):
         assert main(["report", *map(str, arguments)]) == 2
