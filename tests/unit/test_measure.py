@@ -1,6 +1,5 @@
 """Attention kernel and GEMM of a run: tried, timed, the fastest taken; forced, kept, remembered; clocks are made up."""
 
-import itertools
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -77,12 +76,6 @@ def pick(kept: str | None = None, tokens: int = 40, **speed: str) -> tuple[Atten
     return chooses, chooses.choose(like(tokens))
 
 
-def forced(kernel: str) -> AttentionPick:
-    chooses = AttentionPick(COATConfig())
-    chooses._forced = kernel
-    return chooses
-
-
 def test_the_fastest_that_is_right_is_taken(kernels, caplog):
     with caplog.at_level(logging.INFO):
         chooses, picked = pick()
@@ -101,23 +94,18 @@ def test_torchs_choice_stays_where_another_is_hardly_faster(kernels, ms, taken):
     assert kernels.in_use == taken
 
 
-def test_each_shape_is_measured_once_for_all_runs(kernels):
+def test_each_shape_is_measured_once_for_all_runs_while_its_kernel_runs(kernels):
     first = pick()[1]
     kernels.timed.clear()
-    kernels.ms = dict.fromkeys(MS, 1.0)
     second = pick()[1]
     assert (second.name, second.milliseconds, kernels.timed) == (first.name, first.milliseconds, [])
-    assert pick(tokens=48)[1].name == OWN
-    assert kernels.timed
-
-
-def test_a_remembered_kernel_that_no_longer_runs_costs_a_measurement(kernels):
-    pick()
     file = measure.cache_file()
     (key,) = json.loads(file.read_text())
     file.write_text(json.dumps({key: {"refused": 0.5, "quick": 1.0}}))
     assert pick()[1].name == "quick"
     assert json.loads(file.read_text())[key] == {OWN: 2.0, "quick": 1.0, "slow": 4.0}
+    kernels.ms = dict.fromkeys(MS, 1.0)
+    assert pick(tokens=48)[1].name == OWN
 
 
 def test_a_run_that_no_kernel_suits_goes_on_with_torchs_choice(kernels):
@@ -130,26 +118,22 @@ def test_a_run_that_no_kernel_suits_goes_on_with_torchs_choice(kernels):
 
 
 def test_a_kernel_named_by_the_config_is_taken_and_must_run(kernels):
-    chooses = forced("slow")
-    chooses.resumed = "quick"
+    chooses = AttentionPick(COATConfig())
+    chooses._forced, chooses.resumed = "slow", "quick"
     picked = chooses.choose(like())
     assert (picked.name, picked.why) == ("slow", "as configured: speed.attention")
     assert (kernels.in_use, kernels.tried, kernels.timed) == ("slow", ["slow"], [])
     for kernel in ("refused", "wrong"):
+        chooses._forced = kernel
         with pytest.raises(RuntimeError, match=rf"^coat\.speed\.attention='{kernel}': .*; set it to auto"):
-            forced(kernel).choose(like())
-
-
-def test_a_resumed_run_keeps_its_kernel(kernels, caplog):
-    for speed in ({}, {"measure": "never"}):
-        chooses, picked = pick(kept="slow", **speed)
-        assert (picked.name, picked.why) == ("slow", "that of the resumed run")
-        assert (kernels.in_use, chooses.kernel, kernels.timed) == ("slow", "slow", [])
-    assert not caplog.records
+            chooses.choose(like())
 
 
 @pytest.mark.parametrize(("measures", "now"), [("auto", "quick"), ("never", OWN)])
-def test_a_resumed_run_that_cannot_keep_it_says_so(kernels, caplog, measures, now):
+def test_a_resumed_run_keeps_its_kernel_or_says_why_it_cannot(kernels, caplog, measures, now):
+    chooses, picked = pick(kept="slow", measure=measures)
+    assert (picked.name, picked.why) == ("slow", "that of the resumed run")
+    assert (kernels.in_use, chooses.kernel, kernels.timed, caplog.records) == ("slow", "slow", [], [])
     chooses, picked = pick(kept="refused", measure=measures)
     assert (picked.name, chooses.kernel, bool(kernels.timed)) == (now, now, measures == "auto")
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -280,11 +264,7 @@ def test_the_fastest_is_taken_and_logged_and_nothing_of_the_run_is_touched(monke
     assert all(torch.equal(x, copy) and not x.requires_grad for x, copy in zip(bench.args, before, strict=True))
     assert all(p.grad is None for block in bench.blocks.values() for p in block.parameters())
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_excluded_linears_stay_in_bf16_and_fp8_comes_back(monkeypatch):
-    bench = Bench(monkeypatch, config_of())
-    for gemm in ("bf16", "per_row", "per_tensor"):
+    for gemm in ("bf16", "per_row", "per_tensor"):  # excluded linears stay in bf16, and FP8 comes back
         bench.pick.set(gemm)
         assert bench.gemm() == gemm
         assert all(not block.excluded.config.use_fp8_gemm for block in bench.blocks.values())
@@ -296,12 +276,6 @@ def test_blocks_that_take_other_arguments_than_the_first_are_left_out(monkeypatc
     bench.pick = GemmPick(bench.blocks, config_of(), bench.form_of)
     assert bench.pick.choose(bench.args).milliseconds
     assert {kind for kind, _ in bench.runs} == {Double, Single}
-
-
-def test_the_budget_is_kept(monkeypatch):
-    bench = Bench(monkeypatch, config_of(), pass_s=4.0)  # one candidate uses the budget up
-    picked = bench.pick.choose(bench.args)
-    assert (list(picked.milliseconds), picked.name) == (["per_row"], "per_row")
 
 
 def test_a_gemm_that_is_refused_or_fails_is_left_out_with_its_reason(monkeypatch):
@@ -328,7 +302,7 @@ def test_a_gemm_that_is_refused_or_fails_is_left_out_with_its_reason(monkeypatch
 
 
 def test_out_of_memory_is_no_verdict_on_the_first_gemm(monkeypatch):
-    """At the largest size the batch's own is tried; only where that fails, too, the step's remedies follow."""
+    """After the largest size, one timing for every first batch, its own is tried; only then the step's remedies."""
     bench = Bench(monkeypatch, config_of())
     bench.pick.image_tokens = 64
     tokens = []
@@ -348,17 +322,9 @@ def test_out_of_memory_is_no_verdict_on_the_first_gemm(monkeypatch):
     bench.seen.clear()
     bench.pick.choose(bench.args)
     assert set(bench.seen) == {64}, "as times of the largest the others' would stay"
-
-
-def test_the_largest_size_is_timed_though_the_first_batch_is_smaller(monkeypatch):
-    bench = Bench(monkeypatch, config_of())
-    bench.pick.image_tokens = 64
-    bench.pick.choose(bench.args)
-    assert set(bench.seen) == {64}
-    again = Bench(monkeypatch, config_of())
-    again.pick.image_tokens = 64
-    again.pick.choose((torch.randn(1, 8, HIDDEN), again.args[1]))
-    assert not again.runs, "one timing for every first batch"
+    bench.seen.clear()
+    bench.pick.choose((torch.randn(1, 8, HIDDEN), bench.args[1]))
+    assert not bench.seen
 
 
 def test_arguments_grow_with_their_tables_and_those_with_a_mask_do_not():
@@ -377,8 +343,9 @@ def test_arguments_grow_with_their_tables_and_those_with_a_mask_do_not():
 def test_a_broken_cache_costs_a_measurement(monkeypatch, content):
     measure.cache_file().parent.mkdir(parents=True)
     measure.cache_file().write_text(content)
-    bench = Bench(monkeypatch, config_of())
-    assert bench.pick.choose(bench.args).name == "per_row"
+    bench = Bench(monkeypatch, config_of(), pass_s=4.0)  # one candidate uses the time up
+    picked = bench.pick.choose(bench.args)
+    assert (list(picked.milliseconds), picked.name) == (["per_row"], "per_row")
     assert len(json.loads(measure.cache_file().read_text())) == 1
 
 
@@ -398,9 +365,8 @@ def test_as_written_where_nothing_is_measured(monkeypatch, coat, why):
 
 
 def test_a_cached_answer_of_another_config_is_not_taken(monkeypatch):
-    keys = []
+    keys = set()
     for coat in ({}, {"activation": {"linear_granularity": "per_tensor"}}, {"weight": {"granularity": "per_row"}}):
-        config = config_of(**coat)
-        bench = Bench(monkeypatch, config)
-        keys.append(measure.key_of(bench.args, bench.blocks.values(), config))
-    assert all(a != b for a, b in itertools.combinations(keys, 2))
+        bench = Bench(monkeypatch, config_of(**coat))
+        keys.add(measure.key_of(bench.args, bench.blocks.values(), config_of(**coat)))
+    assert len(keys) == 3
