@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from coat_flux.blocks.held import HeldParts
-from coat_flux.config.findings import ConfigError
 from coat_flux.watch import phases as phases_module
 from coat_flux.watch.oom import OutOfMemory, is_oom
-from coat_flux.watch.phases import STEP_MOMENTS, PhaseTracker, finish, peak_bytes, tabulated, used_bytes
+from coat_flux.watch.phases import STEP_MOMENTS, PhaseTracker, peak_bytes, tabulated, used_bytes
 from coat_flux.watch.step_watch import BASELINE, CPU_NOTE, IN_A_ROW, SLOWER, WARM_UP, SpillWatch
 from tests import tolerances
 from tests.helpers.step_watch import step_watch
@@ -175,25 +174,6 @@ def test_table_shows_prediction_beside_measurement():
     assert "did not come to its end" in tabulated(_record(prediction=None))[2][-1]
 
 
-def _finished(tmp_path: Path, job: Any) -> tuple[list[str], dict[str, Any]]:
-    tracker = PhaseTracker(torch.device("cpu"), tmp_path / "memory.json")
-    tracker.enter("load")
-    lines: list[str] = []
-    finish(tracker, job, lines.append)
-    return lines, record_in(tmp_path)
-
-
-def _refuse() -> Any:
-    raise ConfigError("job.yaml: 2 problems\n  a.b=1: no")
-
-
-def test_a_job_that_cannot_be_predicted_is_one_line(tmp_path):
-    (line,), record = _finished(tmp_path, _refuse)
-    reason = "ConfigError: job.yaml: 2 problems a.b=1: no"
-    assert record["prediction"] == {"missing": reason}
-    assert line.splitlines()[-1].endswith(f"({reason})")
-
-
 # -- memory lines -----------------------------------------------------------------------------------------------------
 def test_lines_come_at_log_every_with_the_note_once():
     watch, log = step_watch("memory: {log_every: 2}")
@@ -267,24 +247,21 @@ def test_a_run_on_a_gpu_warns_of_it(monkeypatch):
     assert line.startswith("WARNING: torch holds 25.0 GB")
 
 
-@pytest.mark.parametrize(
-    "seconds",
-    [
-        seconds_of(*[2.0] * 50, first=600.0),  # compilation and measurement at the start
-        seconds_of(*([2.0] * 9 + [90.0]) * 5),  # a sample or a save between steps
-        seconds_of(*([2.0] * 5 + [9.0] * (IN_A_ROW - 1)) * 6),  # a few larger pictures in a row
-        seconds_of(*[2.1 * SLOWER * 0.95] * 50),  # slower, but not threefold
-        [9.0] * 60,  # slow throughout
-    ],
-    ids=["first steps", "interruptions", "larger pictures", "twofold", "slow throughout"],
-)
-def test_other_slow_steps_are_none(seconds):
-    assert spills(seconds) == []
+NO_SPILLS: dict[str, tuple[Any, ...]] = {  # seconds of the steps, bytes held, platform, bytes of the card
+    "first steps": (seconds_of(*[2.0] * 50, first=600.0),),  # compilation and measurement at the start
+    "interruptions": (seconds_of(*([2.0] * 9 + [90.0]) * 5),),  # a sample or a save between steps
+    "larger pictures": (seconds_of(*([2.0] * 5 + [9.0] * (IN_A_ROW - 1)) * 6),),  # a few in a row
+    "twofold": (seconds_of(*[2.1 * SLOWER * 0.95] * 50),),  # slower, but not threefold
+    "slow throughout": ([9.0] * 60,),
+    "room": (seconds_of(*[20.0] * 30), ROOMY),
+    "Linux": (seconds_of(*[20.0] * 30), FULL, "linux"),
+    "an unknown card": (seconds_of(*[20.0] * 30), FULL, "win32", 0),
+}
 
 
-def test_neither_with_room_nor_elsewhere():
-    for reserved, platform, total in ((ROOMY, "win32", CARD), (FULL, "linux", CARD), (FULL, "win32", 0)):
-        assert spills(seconds_of(*[20.0] * 30), reserved, platform, total) == []
+@pytest.mark.parametrize("name", NO_SPILLS)
+def test_other_slow_steps_are_none(name):
+    assert spills(*NO_SPILLS[name]) == []
 
 
 # -- out of memory ----------------------------------------------------------------------------------------------------

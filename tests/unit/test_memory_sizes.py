@@ -8,48 +8,34 @@ from torch import nn
 
 from coat_core.activation import Saving
 from coat_core.config import FP8LinearConfig
+from coat_flux.blocks import sizes
 from coat_flux.blocks.fused.chooser import fused_block
-from coat_flux.blocks.sizes import (
-    LINEARS,
-    Block,
-    BlockBytes,
-    FlowSettings,
-    Tokens,
-    UnknownBlock,
-    block_bytes,
-    fewest_recomputed,
-    forward_bytes,
-    gradient_bytes,
-    largest_moment,
-    read_block,
-    read_blocks,
-)
 from tests.helpers.families import made
 from tests.helpers.flux import coat_flux_model, tiny_flux
 from tests.helpers.saved_tensors import recording_fused
 
-TOKENS = Tokens(1, 512, 4096)
-NAMES = {kind: list(linears) for kind, linears in LINEARS.items()}
+TOKENS = sizes.Tokens(1, 512, 4096)
+NAMES = {kind: list(linears) for kind, linears in sizes.LINEARS.items()}
 PER_ROW = FP8LinearConfig(weight_granularity="per_row", input_granularity="per_row")
 
 
-def flux_block(kind: str, names: list[str] | None = None, **options) -> Block:
+def flux_block(kind: str, names: list[str] | None = None, **options) -> sizes.Block:
     """A block of FLUX.1-dev's width with rank 16 on the named linears, by default on all that see tokens."""
     if names is None:
         names = [name for name in NAMES[kind] if not name.startswith("norm")]
-    return Block(kind, 3072, 24, 4 * 3072, tuple((name, 16) for name in names), **options)
+    return sizes.Block(kind, 3072, 24, 4 * 3072, tuple((name, 16) for name in names), **options)
 
 
-def per_element(kind: str, settings: FlowSettings, names: list[str] | None = None) -> float:
-    return block_bytes(flux_block(kind, names), TOKENS, settings).kept / (TOKENS.rows * 3072)
+def per_element(kind: str, settings: sizes.FlowSettings, names: list[str] | None = None) -> float:
+    return sizes.block_bytes(flux_block(kind, names), TOKENS, settings).kept / (TOKENS.rows * 3072)
 
 
 @pytest.mark.parametrize(
     ("settings", "double", "single"),
     [
-        (FlowSettings(), 12.475, 10.398),
-        (FlowSettings(saving=Saving(attention="bf16")), 16.350, 14.273),
-        (FlowSettings(flow="generic"), 23.737, 19.611),
+        (sizes.FlowSettings(), 12.475, 10.398),
+        (sizes.FlowSettings(saving=Saving(attention="bf16")), 16.350, 14.273),
+        (sizes.FlowSettings(flow="generic"), 23.737, 19.611),
     ],
     ids=["fused", "fused, attention bf16", "generic"],
 )
@@ -61,8 +47,8 @@ def test_kept_at_flux_width(settings, double, single):
 
 def test_what_needs_no_gradient_keeps_nothing():
     untrained = flux_block("double", [], trained_input=False)
-    forward = forward_bytes(untrained, TOKENS, FlowSettings())
-    assert block_bytes(untrained, TOKENS, FlowSettings()) == BlockBytes(0, 0, forward, 0, 0)
+    forward = sizes.forward_bytes(untrained, TOKENS, sizes.FlowSettings())
+    assert sizes.block_bytes(untrained, TOKENS, sizes.FlowSettings()) == sizes.BlockBytes(0, 0, forward, 0, 0)
     assert not untrained.trained_output
     frozen_part = flux_block("double", ["ff.net.2"], trained_input=False)
     assert frozen_part.trained_output
@@ -70,25 +56,16 @@ def test_what_needs_no_gradient_keeps_nothing():
         assert replace(untrained, **one).trained_output
 
 
-def test_nvfp4_counts_the_weight_that_is_decoded_for_a_product():
-    """With few tokens that is the largest thing of a moment: q, k, v and the MLP's first linear, joined."""
-    single, tokens = Block("single", 768, 6, 3072, (("attn.to_q", 4),)), Tokens(1, 8, 8)
-    e4m3, four_bits = (block_bytes(single, tokens, FlowSettings(weight_format=name)) for name in ("e4m3", "nvfp4"))
-    joined = 768 * (3 * 768 + 3072)
-    assert 0.9 * joined < four_bits.workspace - e4m3.workspace <= joined
-    assert four_bits.kept == e4m3.kept
-
-
 def test_recomputed_inputs():
     elements = TOKENS.rows * 3072
     anchors = 2 * 2  # one element in place of each stream
     block = flux_block("double")
     first = flux_block("double", trained_input=False)  # its inputs require no gradient: kept as they are
-    exact = FlowSettings(fp8_checkpoint=False)
-    sizes = [(block, FlowSettings(), elements + elements // 128 * 4 + anchors)]
-    sizes += [(block, exact, 2 * elements), (first, FlowSettings(), 2 * elements)]
-    for each, settings, expected in sizes:
-        assert block_bytes(each, TOKENS, settings).recomputed == expected
+    exact = sizes.FlowSettings(fp8_checkpoint=False)
+    cases = [(block, sizes.FlowSettings(), elements + elements // 128 * 4 + anchors)]
+    cases += [(block, exact, 2 * elements), (first, sizes.FlowSettings(), 2 * elements)]
+    for each, settings, expected in cases:
+        assert sizes.block_bytes(each, TOKENS, settings).recomputed == expected
 
 
 class Adapter(nn.Module):
@@ -100,15 +77,15 @@ class Adapter(nn.Module):
 
 def test_read_block_finds_the_adapters_of_peft_and_of_ai_toolkit():
     model, _, _ = coat_flux_model({"memory": {"checkpointing": "none"}})
-    block = read_block(model.single_transformer_blocks[0])
+    block = sizes.read_block(model.single_transformer_blocks[0])
     assert dict(block.ranks) == dict.fromkeys(NAMES["single"], 4)
     own = [p for n, p in model.single_transformer_blocks[0].named_parameters() if ".lora_" in n]
-    assert gradient_bytes(block, 2) == sum(p.nbytes for p in own)
+    assert sizes.gradient_bytes(block, 2) == sum(p.nbytes for p in own)
     block, lora = tiny_flux().transformer_blocks[1], Adapter()
     lora.lora_down = nn.Linear(64, 8, bias=False)
     block.attn.to_k.forward = lora.forward
-    assert dict(read_block(block, trained_input=False).ranks) == {"attn.to_k": 8}
-    assert read_block(lora) is None
+    assert dict(sizes.read_block(block, trained_input=False).ranks) == {"attn.to_k": 8}
+    assert sizes.read_block(lora) is None
 
 
 def test_a_lokr_is_counted_as_a_lora_of_as_many_parameters():
@@ -118,13 +95,17 @@ def test_a_lokr_is_counted_as_a_lora_of_as_many_parameters():
             "flux single", torch.bfloat16, 3072, (512, 4096), PER_ROW, "toolkit", device="meta",
             lokr={"factor": factor, "rank": None},
         )  # fmt: skip
-        block = read_block(of.block)
+        block = sizes.read_block(of.block)
         parameters = sum(parameter.numel() for parameter in of.network.parameters())
-        assert gradient_bytes(block, 2) == pytest.approx(4 * parameters, rel=0.05, abs=2e5)
+        assert sizes.gradient_bytes(block, 2) == pytest.approx(4 * parameters, rel=0.05, abs=2e5)
         with recording_fused() as kept:
             fused_block(of.block, Saving())(*of.args)
         storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for _, tensors in kept for x in tensors}
-        assert 1 <= block_bytes(block, Tokens(1, 512, 4096), FlowSettings()).kept / sum(storages.values()) < 1.05
+        assert (
+            1
+            <= sizes.block_bytes(block, sizes.Tokens(1, 512, 4096), sizes.FlowSettings()).kept / sum(storages.values())
+            < 1.05
+        )
 
 
 def test_a_block_with_another_adapter_is_counted_as_one_that_nobody_listed():
@@ -132,35 +113,35 @@ def test_a_block_with_another_adapter_is_counted_as_one_that_nobody_listed():
     blocks, loha = tiny_flux().requires_grad_(False).transformer_blocks, Adapter()
     loha.hada_w1_a = nn.Parameter(torch.zeros(8, 8))
     blocks[0].attn.to_k.forward = loha.forward
-    assert read_block(blocks[0]) is None
-    first, second = read_blocks(blocks, (), 1000)
-    assert isinstance(first, UnknownBlock)
+    assert sizes.read_block(blocks[0]) is None
+    first, second = sizes.read_blocks(blocks, (), 1000)
+    assert isinstance(first, sizes.UnknownBlock)
     assert first.gradients == 8 * 8 * 4
     assert second.trained_input
 
 
-BLOCKS = [BlockBytes(100, 10, 20, 60, 3)] * 2 + [BlockBytes(80, 10, 20, 60, 2)] * 3
+BLOCKS = [sizes.BlockBytes(100, 10, 20, 60, 3)] * 2 + [sizes.BlockBytes(80, 10, 20, 60, 2)] * 3
 
 
 def test_largest_moment():
-    none = largest_moment(BLOCKS)
+    none = sizes.largest_moment(BLOCKS)
     assert (none.kept, none.workspace, none.gradients) == (440, 20, 0)  # the last block's backward pass
-    assert largest_moment(BLOCKS, accumulates=True).gradients == 12
-    every = largest_moment(BLOCKS, range(5))
+    assert sizes.largest_moment(BLOCKS, accumulates=True).gradients == 12
+    every = sizes.largest_moment(BLOCKS, range(5))
     assert every == (50, 60, 0)
-    first = largest_moment([BlockBytes(10, 1, 9, 500, 3), BlockBytes(10, 1, 9, 500, 7)], [0])
+    first = sizes.largest_moment([sizes.BlockBytes(10, 1, 9, 500, 3), sizes.BlockBytes(10, 1, 9, 500, 7)], [0])
     assert (first.kept, first.workspace, first.gradients) == (1, 500, 7)  # by then the second block's are made
 
 
 @pytest.mark.parametrize("free", [0, 109, 110, 200, 389, 390, 459, 460])
 def test_fewest_recomputed_is_the_fewest(free):
-    chosen = fewest_recomputed(BLOCKS, free)
-    fits = largest_moment(BLOCKS, chosen).total <= free
+    chosen = sizes.fewest_recomputed(BLOCKS, free)
+    fits = sizes.largest_moment(BLOCKS, chosen).total <= free
     if free < 110:
         assert chosen == [0, 1, 2, 3, 4]
         assert not fits
         return
     assert fits
     subsets = [[i for i in range(5) if mask >> i & 1] for mask in range(32)]
-    fewest = min(len(subset) for subset in subsets if largest_moment(BLOCKS, subset).total <= free)
+    fewest = min(len(subset) for subset in subsets if sizes.largest_moment(BLOCKS, subset).total <= free)
     assert len(chosen) == fewest

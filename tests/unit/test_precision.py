@@ -22,20 +22,7 @@ from coat_flux.blocks.cast_loss import SAMPLE, measure_cast, note_weight
 from coat_flux.blocks.models import layer_of
 from coat_flux.config.coat import GuardOptions
 from coat_flux.pages.report import below_median, standing_out, summaries
-from coat_flux.watch.casts import (
-    COLUMNS,
-    EXP_AVG,
-    EXP_AVG_SQ,
-    SAVED,
-    CastPrecision,
-    CastProbe,
-    as_cells,
-    health_line,
-    health_verdict,
-    read_rows,
-    row_of,
-    weight_rows,
-)
+from coat_flux.watch import casts
 from tests import tolerances
 from tests.helpers.flux import IMAGE_SIDE, TEXT_TOKENS, coat_flux_model, loss_of, predict
 from tests.helpers.step_watch import step_watch
@@ -48,20 +35,20 @@ def gaussian(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def measured(x: Tensor, fmt: str = "e4m3", granularity: Granularity = PER_TENSOR) -> CastPrecision:
-    return row_of(1, "", INPUT, [(measure_cast(x, *quantize(x, fmt, granularity)).tolist(), x.numel())])
+def measured(x: Tensor, fmt: str = "e4m3", granularity: Granularity = PER_TENSOR) -> casts.CastPrecision:
+    return casts.row_of(1, "", INPUT, [(measure_cast(x, *quantize(x, fmt, granularity)).tolist(), x.numel())])
 
 
 def losses_of(x: Tensor, fmt: str, granularity: Granularity) -> tuple[float, float]:
     """(saturation, underflow) of one cast, as the probe sees it."""
-    with CastProbe(None, {}) as probe:
+    with casts.CastProbe(None, {}) as probe:
         quantize_op(x, fmt, granularity)
     (row,) = probe.rows(1)
-    assert row.kind == SAVED
+    assert row.kind == casts.SAVED
     return row.saturation, row.underflow
 
 
-def by_kind(probe: CastProbe) -> dict[str, list[CastPrecision]]:
+def by_kind(probe: casts.CastProbe) -> dict[str, list[casts.CastPrecision]]:
     rows = probe.rows(1)
     return {kind: [row for row in rows if row.kind == kind] for kind in {row.kind for row in rows}}
 
@@ -141,7 +128,7 @@ def test_rows_name_every_layer_that_reads_a_cast():
     config = FP8LinearConfig(input_granularity="per_tensor")
     model = nn.ModuleDict({name: FP8Linear(32, 32, config=config) for name in ("to_q", "to_k", "out")})
     x = gaussian(8, 32).requires_grad_()
-    with CastProbe(model, {}) as probe:
+    with casts.CastProbe(model, {}) as probe:
         y = model["to_q"](x) + model["to_k"](x)
         model["out"](y * torch.where(torch.arange(32) == 0, 1e7, 1.0)).sum().backward()
     rows = {(row.layer, row.kind): row for row in probe.rows(5)}
@@ -158,7 +145,7 @@ def test_every_linear_of_a_block_has_a_row_of_its_input_and_gradient():
     model, _, _ = coat_flux_model({"memory": {"checkpointing": "none"}, "speed": {"measure": "never"}})
     with torch.autocast("cpu", torch.bfloat16):
         loss_of(predict(model, batch=batch)).backward()  # the first pass compares two flows
-        with CastProbe(model, {}) as probe:
+        with casts.CastProbe(model, {}) as probe:
             loss_of(predict(model, batch=batch)).backward()
     linears = {
         name.removesuffix(".base_layer") for name, module in model.named_modules() if isinstance(module, FP8Linear)
@@ -173,7 +160,7 @@ def test_every_linear_of_a_block_has_a_row_of_its_input_and_gradient():
 
 def test_a_weight_is_not_taken_for_what_was_in_its_memory_before():
     model = nn.ModuleDict({name: FP8Linear(32, 32) for name in ("to_q", "out")})
-    with CastProbe(model, {}) as probe:
+    with casts.CastProbe(model, {}) as probe:
         y = model["to_q"](gaussian(8, 32))
         address = model["out"].weight_codes.untyped_storage().data_ptr()
         (earlier,) = probe._casts
@@ -189,7 +176,7 @@ def test_rows_of_trained_weights(wgrad, cache):
     replace_linear_with_fp8(model, config, trainable=True)
     for seed in range(2):  # the second step finds codes that were made before it
         x = gaussian(16, 32, seed=seed).requires_grad_() * 1  # an input would be cast again in backward
-        with CastProbe(model, {}) as probe:
+        with casts.CastProbe(model, {}) as probe:
             model["out"](model["to_q"](x)).sum().backward()
         rows = {(row.layer, row.kind): row.elements for row in probe.rows(5)}
         of_gradients = 16 * 32 * (1 if wgrad == "bf16" else 2)
@@ -202,20 +189,20 @@ def test_fused_operators_are_seen_and_those_that_quantize_nothing_are_not():
     mlp = torch.full((1, 2, 64), -30.0)  # GELU gives -0
     mlp[0, 0, 0] = math.inf
     args, rest = (None, mlp, None, None), ("none", 16, torch.float32)
-    with CastProbe(None, {}) as probe:
+    with casts.CastProbe(None, {}) as probe:
         mlp_activation(*args, "e4m3", "none", *rest)
     assert probe.rows(1) == []
-    with CastProbe(None, {}) as probe:
+    with casts.CastProbe(None, {}) as probe:
         mlp_activation(*args, "e4m3", "per_row", *rest)
     (row,) = by_kind(probe)[INPUT]
     assert row.saturation == 1 / 128
     x = torch.ones(1, 4, 64)
     x[0, 1] = math.inf
-    with CastProbe(None, {}) as probe:  # two casts
+    with casts.CastProbe(None, {}) as probe:  # two casts
         norm_modulate_quantize(x, torch.zeros(1, 64), torch.zeros(1, 64), 1e-6, "e4m3", "per_row", "e4m3", 16)
     kinds = by_kind(probe)
-    assert {kind: len(rows) for kind, rows in kinds.items()} == {INPUT: 1, SAVED: 1}
-    assert kinds[SAVED][0].saturation == 0.25  # x itself; of n that row is nan
+    assert {kind: len(rows) for kind, rows in kinds.items()} == {INPUT: 1, casts.SAVED: 1}
+    assert kinds[casts.SAVED][0].saturation == 0.25  # x itself; of n that row is nan
 
 
 def test_every_operator_that_makes_codes_declares_what_it_casts():
@@ -239,7 +226,7 @@ def test_weights_are_measured_when_they_are_stored(granularity):
     linear.weight.data.copy_(weight)
     model = nn.ModuleDict({"a": linear, "b": nn.Linear(8, 8)})
     note_weight(FP8Linear.from_linear(linear, config), weight, config)
-    (row,) = weight_rows(model)
+    (row,) = casts.weight_rows(model)
     assert (row.step, row.layer, row.kind, row.elements) == (0, "a", "weight", 256 * 64)
     lost = 1 if granularity == "per_tensor" else 1 / 64
     assert row.underflow == pytest.approx(lost, abs=0.01)
@@ -258,7 +245,7 @@ def test_moments_are_compared_with_the_update_in_fp32(m1, m2, maximize):
     reference = FP8AdamW(exact, lr=1e-3, maximize=maximize, fp8_config=unquantized)
     for twin, param in zip(exact, params.values(), strict=True):
         twin.grad = param.grad = gaussian(*param.shape, seed=1)
-    with CastProbe(None, params) as probe:
+    with casts.CastProbe(None, params) as probe:
         optimizer.step()
     reference.step()
     rows = {row.kind: row for row in probe.rows(1)}
@@ -269,7 +256,7 @@ def test_moments_are_compared_with_the_update_in_fp32(m1, m2, maximize):
             expected = reference.state[twin][kind]
             m, v = read_state(optimizer.state[param], storages(config))
             blocks = expected.reshape(-1, min(128, expected.numel()))
-            errors = (expected - (m if kind == EXP_AVG else v)).reshape(blocks.shape)
+            errors = (expected - (m if kind == casts.EXP_AVG else v)).reshape(blocks.shape)
             noise += (errors.square().sum(-1) / blocks.square().sum(-1)).mean().item() * param.numel() / 484
         assert row.sqnr_db == pytest.approx(-10 * math.log10(noise), abs=tolerances.LOCAL_SQNR_DB)
         assert (row.layer, row.elements) == ("a", 484)
@@ -284,45 +271,47 @@ def test_moments_that_become_zero_are_lost(expansion):
     params["b.lora_B.weight"].grad = torch.full((2, 128), 1e-4)
     params["b.lora_B.weight"].grad[0, :64] = 0.0
     params["b.lora_B.weight"].grad[:, 100] = 1.0  # one each block: g² of the others is 1e-8 of it
-    with CastProbe(None, params) as probe:
+    with casts.CastProbe(None, params) as probe:
         optimizer.step()
     kinds = by_kind(probe)
-    assert max(row.underflow for row in kinds[EXP_AVG]) == 0.0
+    assert max(row.underflow for row in kinds[casts.EXP_AVG]) == 0.0
     lost = pytest.approx(0.0 if expansion else 190 / 192)
-    assert {row.layer: row.underflow for row in kinds[EXP_AVG_SQ]} == {"a": 0.0, "b": lost}
+    assert {row.layer: row.underflow for row in kinds[casts.EXP_AVG_SQ]} == {"a": 0.0, "b": lost}
     config = FP8QuantizationConfig(use_fp8_m1=False, use_fp8_m2=False)
-    with CastProbe(None, {}) as probe:  # moments in fp32 are not casts
+    with casts.CastProbe(None, {}) as probe:  # moments in fp32 are not casts
         FP8AdamW(params.values(), fp8_config=config).step()
     assert probe.rows(1) == []
 
 
 # -- rows, the file, the guard's verdict -----------------------------------------------------------------------------
 def test_a_row_has_the_mean_noise_by_elements_and_the_worst_shares():
-    casts = [([0.0, 0.2, 0.01], 100), ([0.1, 0.0, 0.0], 300), ([0.0, 0.0, math.nan], 50)]
-    row = row_of(7, "a", "input", casts)
+    taken = [([0.0, 0.2, 0.01], 100), ([0.1, 0.0, 0.0], 300), ([0.0, 0.0, math.nan], 50)]
+    row = casts.row_of(7, "a", "input", taken)
     assert row == (7, "a", "input", pytest.approx(-10 * math.log10(0.0025)), 0.2, 0.1, 450)
 
 
 def test_rows_come_back_from_the_file(tmp_path):
-    rows = [CastPrecision(0, "a.b", "weight", 31.25, 0.0, 0.0, 4096)]
-    rows += [CastPrecision(2, "", "saved", math.inf, 1e-6, 1.0, 1)]
-    rows += [CastPrecision(2, "a.b", "gradient", math.nan, 0.0, 0.0, 3)]
+    rows = [casts.CastPrecision(0, "a.b", "weight", 31.25, 0.0, 0.0, 4096)]
+    rows += [casts.CastPrecision(2, "", "saved", math.inf, 1e-6, 1.0, 1)]
+    rows += [casts.CastPrecision(2, "a.b", "gradient", math.nan, 0.0, 0.0, 3)]
     path = tmp_path / "precision.csv"
-    path.write_text("\n".join(",".join(cells) for cells in [COLUMNS, *map(as_cells, rows)]))
-    got = read_rows(path)
+    path.write_text("\n".join(",".join(cells) for cells in [casts.COLUMNS, *map(casts.as_cells, rows)]))
+    got = casts.read_rows(path)
     assert got[:2] == rows[:2]
     assert [*map(str, got[2])] == [*map(str, rows[2])]
     path.write_text(path.read_text() + "\n3,a,input,x,0,0,1")
     with pytest.raises(ValueError, match=r"precision.csv: line 5"):
-        read_rows(path)
+        casts.read_rows(path)
 
 
-def lost(kind: str, layer: str, saturation: float, underflow: float) -> CastPrecision:
-    return CastPrecision(1, layer, kind, 30.0, underflow, saturation, 1)
+def lost(kind: str, layer: str, saturation: float, underflow: float) -> casts.CastPrecision:
+    return casts.CastPrecision(1, layer, kind, 30.0, underflow, saturation, 1)
 
 
 def test_the_line_has_mean_and_worst_of_each_kind():
-    line = health_line([lost(GRADIENT, "b.1", 0.0, 0.0), lost(INPUT, "b.0", 0.0, 1e-5), lost(INPUT, "b.1", 0.5, 0.25)])
+    line = casts.health_line(
+        [lost(GRADIENT, "b.1", 0.0, 0.0), lost(INPUT, "b.0", 0.0, 1e-5), lost(INPUT, "b.1", 0.5, 0.25)]
+    )
     assert "linear inputs 12.50% (25.00% in b.1), 50.00% saturated in b.1, gradients 0.00%" in line
 
 
@@ -332,28 +321,28 @@ def test_the_line_has_mean_and_worst_of_each_kind():
         (lost(INPUT, "b.0", 0.2, 0.0), ["20.0% of the linear inputs of b.0", "limit: 0.05", "exclude: [b.0]"]),
         (lost(INPUT, "b.0", 0.0, 0.95), ["95.0% of the linear inputs of b.0", "limit: 0.9", "per_row"]),
         (lost(GRADIENT, "", 0.0, 1.0), ["100.0% of the gradients", "grad_format: e5m2 or bf16"]),
-        (lost(SAVED, "b", 0.0, 1.0), ["nonlinear_granularity: per_group", "format: e5m2"]),
-        (lost(EXP_AVG_SQ, "x", 0.0, 1.0), ["exp_avg_sq of x", "use_dynamic_range_expansion: true"]),
+        (lost(casts.SAVED, "b", 0.0, 1.0), ["nonlinear_granularity: per_group", "format: e5m2"]),
+        (lost(casts.EXP_AVG_SQ, "x", 0.0, 1.0), ["exp_avg_sq of x", "use_dynamic_range_expansion: true"]),
     ],
 )
 def test_the_verdict_names_the_worst_kind_and_the_remedy(loss, words):
-    healthy = [lost(kind, "good", 0.01, 0.5) for kind in (INPUT, GRADIENT, SAVED, EXP_AVG)]
+    healthy = [lost(kind, "good", 0.01, 0.5) for kind in (INPUT, GRADIENT, casts.SAVED, casts.EXP_AVG)]
     options = GuardOptions(max_saturation=0.05, max_underflow=0.9)
-    assert health_verdict(healthy, options) is None
-    verdict = health_verdict([*healthy, loss], options)
+    assert casts.health_verdict(healthy, options) is None
+    verdict = casts.health_verdict([*healthy, loss], options)
     assert verdict is not None
     for word in words:
         assert word in verdict
     assert ("exclude" in verdict) == (loss.kind == INPUT)
     lax = dataclasses.replace(options, max_saturation=1.0, max_underflow=1.0)
-    assert health_verdict([*healthy, loss], lax) is None
+    assert casts.health_verdict([*healthy, loss], lax) is None
 
 
 def test_a_minimum_that_is_met_leaves_every_layer_and_is_remembered():
     watch, log = step_watch("activation: {min_sqnr_db: 20.0}")
     assert watch.pending
     watch.choose_layers(
-        [CastPrecision(2, "a", INPUT, 20.0, 0.0, 0.0, 1), CastPrecision(2, "b", GRADIENT, 1.0, 0.0, 0.0, 1)]
+        [casts.CastPrecision(2, "a", INPUT, 20.0, 0.0, 0.0, 1), casts.CastPrecision(2, "b", GRADIENT, 1.0, 0.0, 0.0, 1)]
     )
     assert not watch.pending
     assert "lowest of 1 layers has 20.0 dB" in log.said[0]
@@ -367,7 +356,7 @@ def test_a_minimum_that_is_met_leaves_every_layer_and_is_remembered():
 
 
 # -- advice ----------------------------------------------------------------------------------------------------------
-def run_rows(low: dict[int, float]) -> list[CastPrecision]:
+def run_rows(low: dict[int, float]) -> list[casts.CastPrecision]:
     """Two looks at to_q and to_k of some blocks; inputs of to_q of `low` are as bad as it says."""
     rows = []
     for step in (2, 100):
@@ -375,27 +364,22 @@ def run_rows(low: dict[int, float]) -> list[CastPrecision]:
             for leaf in ("to_q", "to_k"):
                 layer = f"transformer_blocks.{block}.attn.{leaf}"
                 value = low.get(block, 31.5) if leaf == "to_q" else 31.0
-                rows.append(CastPrecision(step, layer, "input", value + step / 1000, 0.01 * block, 0.0, 10))
-                rows.append(CastPrecision(step, layer, "gradient", 25.0, 0.0, 0.0, 10))
+                rows.append(casts.CastPrecision(step, layer, "input", value + step / 1000, 0.01 * block, 0.0, 10))
+                rows.append(casts.CastPrecision(step, layer, "gradient", 25.0, 0.0, 0.0, 10))
     return rows
 
 
-def test_the_planted_layer_is_the_worst():
+def test_lost_inputs_and_gradients_stand_out_and_those_of_a_coarser_format_do_not():
     found = summaries(run_rows({2: 11.0}))
     below, first = below_median(found)[0]
-    assert (first.layer, first.kind) == (LAYER.format(2), "input")
-    assert (first.sqnr_db, first.underflow, first.saturation) == (pytest.approx(11.051), 0.02, 0.0)
-    assert below == pytest.approx(20, abs=1)
-    assert len(below_median(found)) == 16
-
-
-def test_lost_inputs_and_gradients_stand_out_and_those_of_a_coarser_format_do_not():
+    assert (first.layer, first.kind, len(below_median(found))) == (LAYER.format(2), "input", 16)
+    assert (first.sqnr_db, first.underflow, below) == (pytest.approx(11.051), 0.02, pytest.approx(20, abs=1))
     for extra, expected in (
         ([], []),
-        ([CastPrecision(2, "x.0.proj", "gradient", 18.0, 0.0, 0.0, 10)], ["x.0.proj"]),
-        ([CastPrecision(2, "x.0.proj", "exp_avg", 1.0, 0.0, 0.0, 10)], []),  # exclude does nothing for moments
+        ([casts.CastPrecision(2, "x.0.proj", "gradient", 18.0, 0.0, 0.0, 10)], ["x.0.proj"]),
+        ([casts.CastPrecision(2, "x.0.proj", "exp_avg", 1.0, 0.0, 0.0, 10)], []),  # exclude does nothing for moments
     ):
         assert standing_out(summaries([*run_rows({}), *extra])) == expected
-    assert standing_out(summaries(run_rows({2: 11.0}))) == [LAYER.format(2)]
+    assert standing_out(found) == [LAYER.format(2)]
     for name in ("transformer.blocks.0.attn.to_q.lora_A.weight", "transformer$$blocks$$0$$attn$$to_q.lora_up.weight"):
         assert layer_of(name) == "blocks.0.attn.to_q"  # of a moment's row
