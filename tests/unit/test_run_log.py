@@ -1,14 +1,12 @@
 """Where the lines of a run go: console, `coat/log.txt`, and what is dropped."""
 
-import io
 import logging
 import re
 from pathlib import Path
 
 import pytest
-from tqdm import tqdm
 
-from coat_flux.base.run_log import LOG_FILE, PACKAGES, Lines, bar_options
+from coat_flux.base.run_log import LOG_FILE, PACKAGES, Lines
 
 
 @pytest.fixture
@@ -73,15 +71,3 @@ def test_a_full_disk_costs_the_log_and_not_the_run(run, monkeypatch):
     lines.close()
     assert [line.split(" (")[0] for line in shown] == ["one", "coat/log.txt: cannot be written", "two"]
     assert "the run goes on" in shown[1]
-
-
-def test_bars_are_drawn_rarely_into_a_file_and_do_not_move_its_cursor(monkeypatch):
-    file = io.StringIO()
-    with tqdm(total=2, file=file, **bar_options()) as outer, tqdm(total=2, file=file, **bar_options()) as inner:
-        outer.update()
-        inner.update()
-    assert "\x1b" not in file.getvalue()
-    for terminal, pause in ((True, 0.5), (False, 30.0)):
-        monkeypatch.setattr("sys.stderr.isatty", lambda terminal=terminal: terminal, raising=False)
-        assert bar_options()["mininterval"] == pause
-        assert bar_options()["maxinterval"] >= pause  # tqdm redraws after this by itself
