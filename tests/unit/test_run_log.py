@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coat_flux.base.run_log import LOG_FILE, PACKAGES, Lines
+from coat_flux.base.run_log import LOG_FILE, PACKAGES, Lines, bar_options
 
 
 @pytest.fixture
@@ -71,3 +71,10 @@ def test_a_full_disk_costs_the_log_and_not_the_run(run, monkeypatch):
     lines.close()
     assert [line.split(" (")[0] for line in shown] == ["one", "coat/log.txt: cannot be written", "two"]
     assert "the run goes on" in shown[1]
+
+
+def test_bars_are_drawn_rarely_into_a_file(monkeypatch):
+    for terminal, pause in ((True, 0.5), (False, 30.0)):
+        monkeypatch.setattr("sys.stderr.isatty", lambda terminal=terminal: terminal, raising=False)
+        assert bar_options()["mininterval"] == pause
+        assert bar_options()["maxinterval"] >= pause  # tqdm redraws after this by itself

@@ -100,6 +100,12 @@ def test_trials_are_all_combinations_of_all_seeds(config, tmp_path):
     assert [Path(name).suffix for name in held_out[0]] == [".png"]
 
 
+def test_without_optuna_the_extra_is_named(config, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "optuna", None)
+    with pytest.raises(UserError, match=r"pip install 'coat-flux\[sweep\]'"):
+        make(config, "train.lr=1e-4")
+
+
 def test_everything_wrong_is_said_at_once_as_check_does(config):
     with pytest.raises(ConfigError) as caught:
         make(config, "train.lrr=1,2", "network.linear=0,8", "coat.optimizer.m1_format=e4m3,e9m9")
