@@ -153,6 +153,7 @@ def test_it_listens_on_the_loopback_address_only(run, capsys):
 
 
 def test_the_page_shows_the_run_and_escapes_its_texts(run):
+    assert "not written anything yet" in page_of(run / "none")
     with live(run):
         page = page_of(run)
     assert enabled(page) == list(COMMANDS)
@@ -201,7 +202,3 @@ def test_a_killed_run_and_one_whose_number_another_process_has_are_gone(run):
     assert not read_status(run)["alive"]
     path.write_text("{", encoding="utf-8")
     assert "does not say whether it is still going" in page_of(run)
-
-
-def test_a_folder_that_is_not_there_yet_is_a_run_that_starts(tmp_path):
-    assert "not written anything yet" in page_of(tmp_path / "none")

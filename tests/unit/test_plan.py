@@ -367,18 +367,6 @@ def job_file(tmp_path, monkeypatch):
     return path
 
 
-def test_text(job_file, capsys, monkeypatch):
-    monkeypatch.setattr("coat_flux.plan.report.CARDS", [card for card in CARDS if card.gb in (24, 80)])
-    assert main(["plan", str(job_file)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    rows = {line.split("  ")[0]: line.split()[-5:] for line in lines}
-    assert rows["saved activations"] == ["-", "-", "-", "8.98", "-"]
-    cards = {line.split(" GB")[0]: line for line in lines if line.split(" GB")[0].isdigit()}
-    assert list(cards) == ["24", "80"]
-    assert "train.cache_text_embeddings: true" in cards["24"]
-    assert cards["80"].split()[:3] == ["80", "GB", "yes"]
-
-
 def test_json_of_one_card(job_file, tmp_path, capsys):
     assert main(["plan", str(job_file), "--gpu", "24", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -400,7 +388,7 @@ def test_json_of_one_card(job_file, tmp_path, capsys):
 
 
 def test_auto_is_what_a_card_multiplies_faster(job_file, capsys):
-    """By its peaks, and the step's time follows; e4m3 says what `auto` may gain, and a 3090 multiplies it in INT8."""
+    """By its peaks, and the step's time follows; a 3090 multiplies e4m3 in INT8."""
     raw = yaml.safe_load(job_file.read_text("utf-8"))
     raw["config"]["process"][0]["coat"] = {"weight": {"format": "auto"}}
     auto = job_file.with_name("auto.yaml")
@@ -413,11 +401,11 @@ def test_auto_is_what_a_card_multiplies_faster(job_file, capsys):
             (found,) = json.loads(capsys.readouterr().out)["cards"]
             seconds.append(found["step_seconds"])
             assert found["weight_format"] == expected
-            assert main(["plan", str(file), "--gpu", card]) == 0
-            said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("weight.format: auto")]
-            assert len(said) == (file == auto or card == "4090")
-            assert file != auto or f"{expected} on" in said[0]
         assert (seconds[0] < 0.75 * seconds[1], seconds[0] == seconds[1]) == (card == "4090", card != "4090")
+    assert main(["plan", str(auto), "--gpu", "24"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("weight.format: auto") for line in lines)
+    assert [line.split()[2] for line in lines if line.startswith("24 GB")] == ["with"]  # a change
 
 
 NO_CARDS = ("0", "-3", "big", "nan", "inf", "1e9", "2x4090", "9090", "")

@@ -173,7 +173,6 @@ def test_a_whole_model_and_how_to_load_it(tmp_path):
         ("coat/memory.json", "{}", "Memory: cannot be shown"),
         ("coat/state-000000001/state.json", "[1]", "Guard: cannot be shown"),
         ("config.yaml", ": - :", ": - :"),
-        ("config.yaml", "config: {process: [1], name: {}}", "process: [1]"),
         ("samples/1__000000001_0.jpg", "no picture", "cannot be read"),
     ],
 )
