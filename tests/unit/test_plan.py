@@ -106,7 +106,8 @@ def test_phases_of_flux_dev():
     assert save["workspace"] == load["lora"] // 2  # bf16 copies of the adapters
     assert prediction.peak == total(prediction) < 24e9  # no recomputation at 1024 px: the project's aim
     for weights in ("e4m3", "int8", "auto"):  # nor on an RTX 4090, of whose memory PyTorch reports 23.65 GiB
-        found = planned(job_of(coat={"weight": {"format": weights}}, train=RECOMPUTES), device_bytes=23.65 * 2**30)
+        job = job_of(train=RECOMPUTES)
+        found = planned(replace(job, coat=job.coat.with_weights_in(weights)), device_bytes=23.65 * 2**30)
         assert (found.recomputed, len(found.plan.blocks)) == ((), 57)
 
 

@@ -39,6 +39,18 @@ TRAIN = {"steps": 8, "lr_scheduler": "linear", "ema_config": {"use_ema": True, "
 BLOCKS = {"coat": COAT, "train": TRAIN, "network": FEW_LINEARS, "dataset": ON_DISK}
 
 
+def state_of(session: Any) -> dict[str, Tensor]:
+    """Copies of adapters, their averages and moments."""
+    state = dict(session.lora) | {f"average {k}": v for k, v in session.ema.shadow.items()}
+    for name, parameter in session.lora.items():
+        state |= {f"{key} of {name}": x for key, x in session.optimizer.state[parameter].items()}
+    return {name: x.detach().clone() for name, x in state.items()}
+
+
+def changed_by_a_step(session: Any) -> list[Tensor]:
+    return [x for kind in session.graphs._state().values() for x in kind]
+
+
 class Run:
     """A run on the CPU whose optimizer can skip steps on the device, as on a GPU."""
 
@@ -55,7 +67,7 @@ class Run:
             patch.setattr(optim, "build_optimizer", lambda *args, **kw: build(*args, **{**kw, "capturable": True}))
             if captures:
                 patch.setattr(sessions, "_capture_obstacle", lambda job, workers: "")
-            patch.setattr(step_graph, "capture", recording(self._changed, self.graphs))
+            patch.setattr(step_graph, "capture", recording(lambda: changed_by_a_step(self.sessions[0]), self.graphs))
 
             def observe(session: Any) -> None:
                 self.sessions[:] = [session]
@@ -63,14 +75,7 @@ class Run:
                     observer(session)
 
             COATTrainer(self.job, observer=observe).train()
-        session = self.sessions[0]
-        state = dict(session.lora) | {f"average {k}": v for k, v in session.ema.shadow.items()}
-        for name, parameter in session.lora.items():
-            state |= {f"{key} of {name}": x for key, x in session.optimizer.state[parameter].items()}
-        return {name: x.detach().clone() for name, x in state.items()}
-
-    def _changed(self) -> list[Tensor]:
-        return [x for kind in self.sessions[0].graphs._state().values() for x in kind]
+        return state_of(self.sessions[0])
 
     def log(self) -> str:
         return (self.folder / "coat" / "log.txt").read_text()
@@ -231,15 +236,6 @@ class SmallRun:
         for _ in range(count):
             train_step(self.session, batches, SimpleNamespace(asked=False))
 
-    def tensors(self) -> dict[str, Tensor]:
-        averages = {f"average {name}": x for name, x in self.session.ema.shadow.items()}
-        states = {
-            f"{key} of {name}": value
-            for name, parameter in self.lora.items()
-            for key, value in self.session.optimizer.state[parameter].items()
-        }
-        return {**self.lora, **averages, **states}
-
 
 @pytest.mark.parametrize("spoil", [{}, {9: math.nan}, {8: math.inf, 10: math.nan, 15: math.inf}], ids=str)
 def test_a_late_run_is_the_same_run(spoil):
@@ -250,9 +246,9 @@ def test_a_late_run_is_the_same_run(spoil):
     assert late.read_at == [1, 2, 4, 5, 6, 7, 8, 9]  # the first two at once, the others when the next is under way
     settle(late.session)
     assert late.session.outstanding is None
-    assert_all_bitwise(late.tensors(), prompt.tensors())
-    exact = [[repr(replace(row, seconds=0.0)) for row in run.rows] for run in (late, prompt)]
-    assert exact[0] == exact[1]
+    assert_all_bitwise(state_of(late.session), state_of(prompt.session))
+    exact, expected = ([repr(replace(row, seconds=0.0)) for row in run.rows] for run in (late, prompt))
+    assert exact == expected
     assert late.lines.said == prompt.lines.said
     assert late.watch.state_dict() == prompt.watch.state_dict()
     assert len(late.lines.said) == len(spoil)
@@ -309,11 +305,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
 
 def small(graphs: list[RecordedGraph], patch: pytest.MonkeyPatch, **options: Any) -> SmallRun:
     made = SmallRun(True, {}, captures=True, **options)
-
-    def changed() -> list[Tensor]:
-        return [x for kind in made.session.graphs._state().values() for x in kind]
-
-    patch.setattr(step_graph, "capture", recording(changed, graphs))
+    patch.setattr(step_graph, "capture", recording(lambda: changed_by_a_step(made.session), graphs))
     return made
 
 
@@ -323,7 +315,7 @@ def test_each_shape_has_a_graph_of_its_own_up_to_a_limit(graphs, monkeypatch):
     eager = SmallRun(True, {}, tokens=(8, 4, 2))
     for run in (replayed, eager):
         run.train(14)
-    assert_all_bitwise(replayed.tensors(), eager.tensors())
+    assert_all_bitwise(state_of(replayed.session), state_of(eager.session))
     assert [graph.pool_of for graph in graphs] == [None, "pool"]
     assert all(graph.replays > 1 for graph in graphs)
     assert sum("2 shapes of batches are captured, further ones run eagerly" in x for x in replayed.lines.said) == 1
@@ -358,7 +350,7 @@ def test_what_cannot_be_replayed_runs_eagerly(graphs, broken, reason, monkeypatc
     replayed, eager = small(graphs, monkeypatch), SmallRun(True, {})
     for run in (replayed, eager):
         run.train(6)
-    assert_all_bitwise(replayed.tensors(), eager.tensors())
+    assert_all_bitwise(state_of(replayed.session), state_of(eager.session))
     assert any(f"CUDA graphs: {reason}" in line for line in replayed.lines.said)
     replayed = small(graphs, monkeypatch)
     replayed.session.job.coat.fallback = "error"
