@@ -1,21 +1,21 @@
 """The blocks of all models, put together from `parts`: double, single and stream blocks.
 
-Double block, of a text and an image stream with joint attention, each:
+Double block: a text and an image stream, with one attention over both. Each stream:
 
     x = x + gate·linear(attention(q, k, v)),   q, k, v = linears(LayerNorm(x)·(1 + scale) + shift)
     x = x + gate·linear(act(linear(LayerNorm(x)·(1 + scale) + shift)))
 
-Single block, of one stream over the tokens of text and image, with n = LayerNorm(x)·(1 + scale) + shift:
+Single block: one stream over the tokens of text and image, attention and MLP side by side:
 
-    y = x + gate·linear([attention(q, k, v) | act(mlp)]),   [q | k | v | mlp] = linears(n)
+    y = x + gate·linear([attention(q, k, v) | act(mlp)]),   q, k, v, mlp = linears(LayerNorm(x)·(1 + scale) + shift)
 
-Stream block, of one stream of all tokens, with norms before its linears and in some models (Z-Image) after them, and in
-some (Krea 2) with a gate g on attention's out:
+Stream block: one stream over all tokens, attention and MLP in turn, with norms before its linears, in some models
+(Z-Image) also after them, and in some (Krea 2) with a gate g on attention's out:
 
     x1 = x + gate·norm(linear(attention(q, k, v)·sigmoid(g))),   q, k, v, g = linears(RMSNorm(x)·(1 + scale) + shift)
     y = x1 + gate·norm(linear(silu(a)·b)),                       a, b = linears(RMSNorm(x1)·(1 + scale) + shift)
 
-Forward and backward stand one below the other.
+`out` is attention's result; `grad_up`, `grad_down` and `kron_grads` are those of a linear's adapters (see `linears`).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from coat_core.quantize import Quantized
 
 from .linears import LinearGroup, NotFusable, cast_by_kernel, quantized_by
 from .parts import (
-    Activated,
     Attention,
     Call,
     GatedLinear,
     Kept,
+    LinearInput,
     Modulation,
     NormLinears,
     Rotary,
@@ -56,7 +56,7 @@ from .parts import (
 )
 
 GELU, SWIGLU = "gelu_tanh", "silu_and_mul"  # as `coat_core.ops.gelu` names them
-UNTURNED = torch.empty(0), torch.empty(0)  # the rotary tables of blocks without any
+NO_ROTATION = torch.empty(0), torch.empty(0)  # what a reader passes for the rotary tables of a model without them
 Tensors = Sequence[Tensor]
 Gradients = tuple[list[Tensor | None], list[Tensor]]  # of a block's inputs, and of its adapters' matrices
 
@@ -64,18 +64,18 @@ Gradients = tuple[list[Tensor | None], list[Tensor]]  # of a block's inputs, and
 class Reader:
     """Knows the blocks of one class."""
 
-    arguments: tuple[str, ...]  # of the class's forward, by name; of another diffusers version they may differ
+    arguments: tuple[str, ...]  # names of the forward's arguments; a block with others is not fused
     processor: str = ""  # class of diffusers' attention processor; empty where the blocks have none
-    heads: tuple[str, str] = ("attn.heads", "attn.inner_dim")  # where a block has their number, and all their features
-    of_text: bool = False  # blocks that run before all others, on text alone; nothing is measured on those
-    image_first: bool = False  # the results of two streams are those of image and text, in this order
-    call: Callable[..., Call]  # a call's arguments, by position → `Call`; or NotFusable
-    # a block → its fused form; or NotFusable. `join` makes one matrix of weights that read the same tensor
+    heads: tuple[str, str] = ("attn.heads", "attn.inner_dim")  # where a block has their number and total width
+    of_text: bool = False  # these blocks run before all others, on text alone; nothing is measured on them
+    image_first: bool = False  # the block returns (image, text), not (text, image)
+    call: Callable[..., Call]  # the block's arguments, by position → `Call`; or NotFusable
+    # (block, join) → its fused form; or NotFusable. `join` makes one matrix of weights that read the same tensor
     read: Callable[[Any, bool], Form]
 
 
 def shared_of(rotary: Rotary | None, kwargs: Any = None, mask: Tensor | None = None) -> Shared:
-    """A call's rotary tables and mask; NotFusable without tables, or with further arguments of attention."""
+    """Rotary tables and mask as one; NotFusable without tables, or with further arguments of attention."""
     if kwargs:
         raise NotFusable(f"joint_attention_kwargs {', '.join(map(str, kwargs))}")
     if rotary is None:
@@ -84,26 +84,29 @@ def shared_of(rotary: Rotary | None, kwargs: Any = None, mask: Tensor | None = N
 
 
 class Form:
-    """A block as read, called with the block's own arguments; a subclass has the two passes.
+    """A fused block, called with the block's own arguments. Subclasses define the two passes.
 
+    `inputs` are x of each stream, then each stream's modulation vectors; `needs`: which of them need a gradient.
     `forward` returns the outputs and saves in `kept` what backward reads; `backward` returns all gradients.
     """
 
-    reader: Reader
+    reader: Reader  # this and `saving` are set by `chooser.fused_block`
     saving: Saving
     attention: Attention
 
     def __post_init__(self) -> None:
+        parts: list[Any] = []
+        for value in vars(self).values():
+            parts += vars(value).values() if isinstance(value, Stream) else [value]
         self.groups: list[LinearGroup] = []  # all linears but the modulations'
         self.modulations: list[Modulation] = []  # the block's own
-        for part in list(vars(self).values()):
-            for each in vars(part).values() if isinstance(part, Stream) else (part,):
-                if isinstance(each, Modulation):
-                    self.modulations.append(each)
-                elif isinstance(each, NormLinears):
-                    self.groups.append(each.linears)
-                elif isinstance(each, GatedLinear):
-                    self.groups.append(each.linear)
+        for part in parts:
+            if isinstance(part, Modulation):
+                self.modulations.append(part)
+            elif isinstance(part, NormLinears):
+                self.groups.append(part.linears)
+            elif isinstance(part, GatedLinear):
+                self.groups.append(part.linear)
         self.parameters = [parameter for group in self.groups for parameter in group.parameters]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -115,49 +118,50 @@ class Form:
         streams = [call.image] if call.text is None else [call.text, call.image]
         if not shared.cos.numel():
             tokens = sum(stream.shape[1] for stream in streams)
-            shared = Shared(*_unturned(tokens, self.attention.head_dim, call.image.device), shared.mask)
-        inputs, keeps = [*streams, *call.vectors], torch.is_grad_enabled()
+            shared = Shared(*_no_rotation(tokens, self.attention.head_dim, call.image.device), shared.mask)
+        inputs = [*streams, *call.vectors]
         for modulation in self.modulations:
             inputs.append(modulation(call.temb))
-        outputs = _Block.apply(self, shared, keeps, len(inputs), *inputs, *leaves_of(self.parameters))
+        records = torch.is_grad_enabled()  # always off inside an autograd function
+        outputs = _Block.apply(self, shared, records, len(inputs), *inputs, *leaves_of(self.parameters))
         if call.text is None:
             return outputs[0]
         text, image = outputs
-        if text.ndim == 1:  # it ends with this block
+        if text.ndim == 1:  # the text stream ends with this block
             text = None
         return (image, text) if self.reader.image_first else (text, image)
 
 
-@functools.cache  # without a limit: a captured graph goes on reading them
-def _unturned(tokens: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cos and sin [tokens, d] of no angle."""
+@functools.cache  # no entry is ever dropped: captured graphs go on reading these tensors
+def _no_rotation(tokens: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cos and sin [tokens, d] of angle 0."""
     cos = torch.ones(tokens, head_dim, device=device)
     return cos, torch.zeros_like(cos)
 
 
 class _Block(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, form: Form, shared: Shared, keeps: bool, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        kept = Kept(form.saving, keeps)
-        outputs = form.forward(kept, shared, tensors[:count], ctx.needs_input_grad[4 : 4 + count])
+    def forward(ctx: Any, form: Form, shared: Shared, records: bool, n: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        kept = Kept(form.saving, records)  # `tensors`: the block's n inputs, then its adapters' leaves
+        outputs = form.forward(kept, shared, tensors[:n], ctx.needs_input_grad[4 : 4 + n])
         kept.save(ctx, form.parameters)
-        ctx.form, ctx.shared, ctx.count, ctx.leaves = form, shared, count, len(tensors) - count
+        ctx.form, ctx.shared, ctx.n, ctx.leaves = form, shared, n, len(tensors) - n
         return outputs
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        needs = ctx.needs_input_grad[4 : 4 + ctx.count]
+        needs = ctx.needs_input_grad[4 : 4 + ctx.n]
         with without_autocast(grads[0].device):
-            of_inputs, of_parameters = ctx.form.backward(Kept.of(ctx), ctx.shared, grads, needs)
+            input_grads, parameter_grads = ctx.form.backward(Kept.of(ctx), ctx.shared, grads, needs)
         for i, needed in enumerate(needs):
             if not needed:
-                of_inputs[i] = None
-        return None, None, None, None, *of_inputs, *returned(ctx.leaves, ctx.form.parameters, of_parameters)
+                input_grads[i] = None
+        return None, None, None, None, *input_grads, *returned(ctx.leaves, ctx.form.parameters, parameter_grads)
 
 
 def _save_out(kept: Kept, out: Tensor, cast: tuple[str, str]) -> tuple[Tensor, Tensor]:
-    """Save attention's out; return its codes for the next linear, by `cast_by_kernel`, and their scale."""
+    """Save attention's out; return its codes for the next linear, cast by `cast_by_kernel`, and their scale."""
     packing = packed_by_kernel(kept.attention)
     codes, code_scale, saved, saved_scale = quantize_and_save(out, *cast, *packing)
     kept.pack("out", out, kept.attention, saved, saved_scale)
@@ -171,16 +175,16 @@ def _save_out(kept: Kept, out: Tensor, cast: tuple[str, str]) -> tuple[Tensor, T
 class Stream:
     """The stream of a stream block, or one of a double block's two.
 
-    `modulation` is None if the model passes in shift, scale and gate. A stream that ends with the block has inputs
-    alone: image tokens attend to it. With norms after its linears, whose results backward needs, x1 is recomputed.
-    A fourth part of the inputs is the gate on attention's out.
+    `modulation` is None if the model passes in shift, scale and gate. A stream that ends with the block has only
+    `inputs`, for attention: linears to q, k, v and, in some models, to the gate on attention's out. With norms after
+    its linears, backward recomputes x1 from the saved result of `output`.
     """
 
     modulation: Modulation | None
-    inputs: NormLinears  # to q, k and v
+    inputs: NormLinears
     output: GatedLinear | None = None  # attention's projection
-    up: NormLinears | None = None  # the MLP's first linear
-    down: GatedLinear | None = None  # the MLP's second linear
+    mlp_in: NormLinears | None = None
+    mlp_out: GatedLinear | None = None
     activation: str = GELU
 
     @property
@@ -188,55 +192,55 @@ class Stream:
         """Whether attention's out is multiplied by a sigmoid."""
         return len(self.inputs.linears.parts) > 3
 
-    def rest(
-        self, kept: Kept, name: str, x: Tensor, out: Activated, modulation: Sequence[Tensor], trains_gates: bool
+    def finish(
+        self, kept: Kept, name: str, x: Tensor, out: LinearInput, modulation: Sequence[Tensor], trains_gates: bool
     ) -> Tensor:
-        """The stream after attention: projection, gate and residual, then the MLP with its own."""
-        if self.output is None or self.up is None or self.down is None:
+        """Return the stream's result [B, S_i, D] from attention's out: projection, then MLP; [0] if it ends here."""
+        if self.output is None or self.mlp_in is None or self.mlp_out is None:
             return x.new_empty(0)
         _, _, gate, shift, scale, gate_mlp = modulation
         x = self.output.forward(kept, f"{name}out_", x, gate, out, trains_gates)
-        projected = self.up.forward(kept, f"{name}up_", x, scale, shift, saves_x=not self.output.norm)
-        activated = activate(kept, projected, None, self.down.linear, self.activation, name)
+        projected = self.mlp_in.forward(kept, f"{name}mlp_in_", x, scale, shift, saves_x=not self.output.norm)
+        activated = activate(kept, projected, None, self.mlp_out.linear, self.activation, name)
         del projected
-        return self.down.forward(kept, f"{name}down_", x, gate_mlp, activated, trains_gates)
+        return self.mlp_out.forward(kept, f"{name}mlp_out_", x, gate_mlp, activated, trains_gates)
 
-    def rest_backward(
+    def finish_backward(
         self, kept: Kept, name: str, grad: Tensor, out: Tensor | None, modulation: Sequence[Any]
     ) -> tuple[Tensor, Tensor, list[Tensor | None], list[Tensor]]:
         """Gradients of x, of attention's out, of gate, MLP shift and scale, MLP gate (fp32), and of each adapter.
 
-        `out` is None if the stream is the block's only one.
+        `out` None is dequantized from `kept` only where it is needed.
         """
-        if self.output is None or self.up is None or self.down is None:
+        if self.output is None or self.mlp_in is None or self.mlp_out is None:
             zeros = torch.zeros_like(out)
             return zeros, zeros, [], []
         _, _, gate, shift, scale, gate_mlp = modulation
-        reads, linear = kept.read(f"{name}mlp"), self.down.linear
-        dx, dh, ups, dgate_mlp, of_krons = self.down.backward(
-            kept, f"{name}down_", grad, gate_mlp, lambda: activation_values(kept, None, self.activation, name)
+        mlp, linear = kept.read(f"{name}mlp"), self.mlp_out.linear
+        dx, dh, grad_up, dgate_mlp, kron_grads = self.mlp_out.backward(
+            kept, f"{name}mlp_out_", grad, gate_mlp, lambda: activation_values(kept, None, self.activation, name)
         )
-        matrix = downs = x = None
+        down = grad_down = x1 = None
         if dh is not None:
-            matrix = linear.matrices(dh.dtype).down
-            downs = mlp_down_gradient(dh, None, None, *reads, linear.dtype, self.activation)
-        of_down = [*linear.adapter_gradients(downs, ups), *of_krons]
-        dmlp = mlp_activation_backward(dx, dh, matrix, *reads, self.activation)
-        del dx, dh, reads
+            down = linear.matrices(dh.dtype).down
+            grad_down = mlp_down_gradient(dh, None, None, *mlp, linear.dtype, self.activation)
+        mlp_out_grads = [*linear.adapter_gradients(grad_down, grad_up), *kron_grads]
+        dmlp = mlp_activation_backward(dx, dh, down, *mlp, self.activation)
+        del dx, dh, mlp
         if self.output.norm:
             x, result = kept.values(f"{name}in_x"), kept.values(f"{name}out_result")
-            x = gated_sum(x, gate, result, None, None, *packed_by_kernel(None), *self.output.norm)[0]
-            del result
-        dx, dnorm, of_up = self.up.backward(kept, f"{name}up_", dmlp, grad, scale, shift, x=x)
-        del dmlp, x
+            x1 = gated_sum(x, gate, result, None, None, *packed_by_kernel(None), *self.output.norm)[0]
+            del x, result
+        dx, dnorm, mlp_in_grads = self.mlp_in.backward(kept, f"{name}mlp_in_", dmlp, grad, scale, shift, x=x1)
+        del dmlp, x1
         attended = kept.values("out") if out is None else out
         if self.gates_out:
             attended = attended * kept.values("out_gate").sigmoid()
         linear = self.output.linear
-        dout, dh, ups, dgate, of_krons = self.output.backward(kept, f"{name}out_", dx, gate, lambda: attended)
-        of_output = [*linear.adapter_gradients(linear.down_gradients(dh, attended), ups), *of_krons]
+        dout, dh, grad_up, dgate, kron_grads = self.output.backward(kept, f"{name}out_", dx, gate, lambda: attended)
+        output_grads = [*linear.adapter_gradients(linear.down_gradients(dh, attended), grad_up), *kron_grads]
         dout = linear.complete_dx(dout, dh)
-        return dx, dout, [dgate, dnorm, dgate_mlp], [*of_output, *of_up, *of_down]
+        return dx, dout, [dgate, dnorm, dgate_mlp], [*output_grads, *mlp_in_grads, *mlp_out_grads]
 
 
 @dataclass(eq=False)
@@ -249,10 +253,8 @@ class DoubleBlock(Form):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (
-            self.text.output is not None
-            and self.text.output.linear.input_storage != self.image.output.linear.input_storage
-        ):
+        text, image = self.text.output, self.image.output
+        if text is not None and text.linear.input_storage != image.linear.input_storage:
             raise NotFusable("the outputs of attention want it in different formats")
 
     def forward(self, kept: Kept, shared: Shared, inputs: Tensors, needs: Sequence[bool]) -> tuple[Tensor, ...]:
@@ -272,45 +274,44 @@ class DoubleBlock(Form):
         kept.add("modulation", *inputs[2:])
         results, start = [], 0
         for i, (name, stream) in enumerate(streams):
-            rows = slice(start, start + inputs[i].shape[1])
-            part, start = out[:, rows], rows.stop
+            tokens = slice(start, start + inputs[i].shape[1])
+            start = tokens.stop
             quantized = None
             if storage is not None and cast[1] != "none":
-                quantized = Quantized(codes[:, rows], code_scale[:, rows], storage.granularity)
+                quantized = Quantized(codes[:, tokens], code_scale[:, tokens], storage.granularity)
             elif storage is not None:
-                quantized = quantize(part, storage.format, storage.granularity)
-            read = part, quantized, None
-            results.append(stream.rest(kept, name, inputs[i], read, modulations[i], needs[2 + i]))
+                quantized = quantize(out[:, tokens], storage.format, storage.granularity)
+            own_out = out[:, tokens], quantized, None
+            results.append(stream.finish(kept, name, inputs[i], own_out, modulations[i], needs[2 + i]))
         return results[0], results[1]
 
     def backward(self, kept: Kept, shared: Shared, grads: Tensors, needs: Sequence[bool]) -> Gradients:
         """See `Form`."""
         out, vectors = kept.values("out"), kept.all("modulation")
-        outs = out.tensor_split([-grads[1].shape[1]], dim=1)
+        outs = out.tensor_split([-grads[1].shape[1]], dim=1)  # grads[0] has no tokens where the text stream ends
         streams = (("text_", self.text), ("image_", self.image))
-        modulations, rest = [], []
+        modulations, finished = [], []
         for i, (name, stream) in enumerate(streams):
             modulations.append(vectors[i].split(grads[1].shape[-1], dim=1))
-            rest.append(stream.rest_backward(kept, name, grads[i], outs[i], modulations[i]))
-        dxs_of_rest, douts, of_gates, of_rest = zip(*rest, strict=True)
+            finished.append(stream.finish_backward(kept, name, grads[i], outs[i], modulations[i]))
+        residuals, douts, gate_grads, finish_grads = zip(*finished, strict=True)
         dout = torch.cat(douts, dim=1)
         joint, ys, y_scales, size, dtype = self.attention.backward(kept, dout, out, shared)
         del dout, out, outs
         norms, eps = list(self.attention.norms), self.attention.eps
         dys = qkv_rope_backward(joint, ys, y_scales, norms, shared.cos, shared.sin, eps, size, dtype)
         del joint
-        dxs: list[Tensor | None] = []
-        of_modulations: list[Tensor | None] = []
-        of_parameters: list[Tensor] = []
+        dxs, vector_grads = [], []
+        parameter_grads: list[Tensor] = []
         for i, (name, stream) in enumerate(streams):
             shift, scale = modulations[i][:2]
-            dx, dmodulation, of_inputs = stream.inputs.backward(
-                kept, f"{name}in_", dys[i], dxs_of_rest[i], scale, shift, needs[i] or needs[2 + i]
+            dx, dnorm, inputs_grads = stream.inputs.backward(
+                kept, f"{name}in_", dys[i], residuals[i], scale, shift, needs[i] or needs[2 + i]
             )
             dxs.append(dx)
-            of_modulations.append(gradient_of_vectors(vectors[i], dmodulation, *of_gates[i]))
-            of_parameters += [*of_inputs, *of_rest[i]]
-        return [*dxs, *of_modulations], of_parameters
+            vector_grads.append(gradient_of_vectors(vectors[i], dnorm, *gate_grads[i]))
+            parameter_grads += [*inputs_grads, *finish_grads[i]]
+        return [*dxs, *vector_grads], parameter_grads
 
 
 # --- single blocks ---
@@ -320,10 +321,10 @@ class DoubleBlock(Form):
 class SingleBlock(Form):
     """A single block; inputs: text and image [B, S_i, D], or both as one, and modulation [B, 3·D]."""
 
-    modulation: Modulation | None  # makes shift, scale and gate; None where the model hands them in
+    modulation: Modulation | None  # makes shift, scale and gate; None if the model passes them in
     inputs: NormLinears  # to q, k, v and the MLP
-    attention: Attention  # of its one stream
-    output: GatedLinear  # reads attention's out and the MLP
+    attention: Attention
+    output: GatedLinear  # reads [attention's out | act(mlp)]
     activation: str = GELU
 
     def forward(self, kept: Kept, shared: Shared, inputs: Tensors, needs: Sequence[bool]) -> tuple[Tensor, ...]:
@@ -334,11 +335,13 @@ class SingleBlock(Form):
         projected = self.inputs.forward(kept, "", x, scale, shift)
         out = self.attention.forward(kept, [projected], shared)
         activated = activate(kept, projected, out, self.output.linear, self.activation)
-        del projected, out  # not needed any more, and large
+        del projected, out  # large
         kept.add("modulation", modulation)
         y = self.output.forward(kept, "out_", x, gate, activated, needs[-1])
-        tokens = streams[0].shape[1]  # views of one tensor, which the next block joins without a copy
-        return (y,) if len(streams) == 1 else (y[:, :tokens], y[:, tokens:])
+        if len(streams) == 1:
+            return (y,)
+        tokens = streams[0].shape[1]
+        return y[:, :tokens], y[:, tokens:]  # views of one tensor, which the next block joins without a copy
 
     def backward(self, kept: Kept, shared: Shared, grads: Tensors, needs: Sequence[bool]) -> Gradients:
         """See `Form`."""
@@ -348,31 +351,33 @@ class SingleBlock(Form):
         mlp, mlp_scale, size, dtype = kept.read("mlp")
         attended, attended_scale, *_ = kept.read("out")
         linear, width = self.output.linear, activated_width(mlp, self.activation)
-        dx, dh, ups, dgate, of_krons = self.output.backward(
+        dx, dh, grad_up, dgate, kron_grads = self.output.backward(
             kept, "out_", grad, gate, lambda: activation_values(kept, kept.values("out"), self.activation)
         )
-        dout, dmlp, down, downs = dx[..., :-width], dx[..., -width:], None, None
+        dout, dmlp = dx[..., :-width], dx[..., -width:]
+        mlp_down = grad_down = None
         if dh is not None:
-            reads = (attended, attended_scale, mlp, mlp_scale, size, dtype)
-            downs = mlp_down_gradient(dh, *reads, linear.dtype, self.activation)
+            saved = (attended, attended_scale, mlp, mlp_scale, size, dtype)
+            grad_down = mlp_down_gradient(dh, *saved, linear.dtype, self.activation)
             down = linear.matrices(dh.dtype).down
             dout = torch.addmm(dout.flatten(0, -2), dh.flatten(0, -2), down[:, :-width]).view(dout.shape)
-            down = down[:, -width:]
-        of_output = [*linear.adapter_gradients(downs, ups), *of_krons]
+            mlp_down = down[:, -width:]
+        output_grads = [*linear.adapter_gradients(grad_down, grad_up), *kron_grads]
+
         out = kept.values("out")
         joint, ys, y_scales, *_ = self.attention.backward(kept, dout, out, shared)
         del out, dout
         y_scale = y_scales[0] if y_scales else None
         norms, eps = list(self.attention.norms), self.attention.eps
-        of_mlp = (dmlp, dh, down, mlp, mlp_scale, size, dtype, self.activation)
+        of_mlp = (dmlp, dh, mlp_down, mlp, mlp_scale, size, dtype, self.activation)
         dy = qkv_mlp_backward(joint, ys[0], y_scale, norms, shared.cos, shared.sin, eps, *of_mlp)
         del dx, dmlp, of_mlp, joint
-        dx, dmodulation, of_inputs = self.inputs.backward(kept, "", dy, grad, scale, shift, any(needs))
+        dx, dnorm, inputs_grads = self.inputs.backward(kept, "", dy, grad, scale, shift, any(needs))
         dxs: Sequence[Tensor | None] = [dx] * len(grads)
         if dx is not None and len(grads) == 2:
             tokens = grads[0].shape[1]
             dxs = dx[:, :tokens], dx[:, tokens:]
-        return [*dxs, gradient_of_vectors(modulation, dmodulation, dgate)], [*of_inputs, *of_output]
+        return [*dxs, gradient_of_vectors(modulation, dnorm, dgate)], [*inputs_grads, *output_grads]
 
 
 def join(text: Tensor, image: Tensor) -> Tensor:
@@ -382,13 +387,13 @@ def join(text: Tensor, image: Tensor) -> Tensor:
     """
     batch, tokens, width = text.shape
     rows = tokens + image.shape[1]
-    follows = (
+    is_adjacent = (
         text.untyped_storage()._cdata == image.untyped_storage()._cdata
         and text.dtype == image.dtype
         and text.stride() == image.stride() == (rows * width, width, 1)
         and image.storage_offset() == text.storage_offset() + tokens * width
     )
-    if follows:
+    if is_adjacent:
         return text.as_strided((batch, rows, width), text.stride())
     return torch.cat([text, image], dim=1)
 
@@ -398,9 +403,9 @@ def join(text: Tensor, image: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class StreamBlock(Form):
-    """A stream block; inputs: x [B, S, D], and where it is modulated [B, 6·D]: scale, shift, gate, then the MLP's.
+    """A stream block; inputs: x [B, S, D], and in most models vectors [B, 6·D], to which `table` [6·D] is added.
 
-    `table` [6·D] is added to those.
+    Those are attention's scale, shift and gate, then the MLP's.
     """
 
     attention: Attention
@@ -408,7 +413,7 @@ class StreamBlock(Form):
     table: Tensor | None = None
 
     def _vectors(self, x: Tensor, modulation: Sequence[Tensor]) -> tuple[Any, ...]:
-        """Shift, scale and gate [B, D] of attention, then of the MLP; by default those that change nothing."""
+        """Shift, scale and gate [B, D] of attention, then of the MLP; without modulation those that change nothing."""
         if not modulation:
             ones = x.new_ones((len(x), x.shape[-1]), dtype=self.stream.inputs.weight.dtype)
             return None, torch.zeros_like(ones), ones, None, torch.zeros_like(ones), ones
@@ -420,12 +425,14 @@ class StreamBlock(Form):
         """See `Form`."""
         x, *modulation = inputs
         vectors = self._vectors(x, modulation)
-        linears, y, h = self.stream.inputs.forward(kept, "in_", x, vectors[1], vectors[0])
+        shift, scale, *_ = vectors
+        linears, y, h = self.stream.inputs.forward(kept, "in_", x, scale, shift)
         out = self.attention.forward(kept, [(linears, y, h)], shared)
         storage = self.stream.output.linear.input_storage
         if self.stream.gates_out:
             _save_out(kept, out, cast_by_kernel(None))
-            gate = linears.complete(y, h, 3)[..., sum(linears.parts[:3]) :]
+            linears.complete(y, h, 3)
+            gate = y[..., sum(linears.parts[:3]) :]
             *_, saved, saved_scale = quantize_and_save(gate, *cast_by_kernel(None), *packed_by_kernel(kept.storage))
             kept.pack("out_gate", gate, kept.storage, saved, saved_scale)
             out = out * gate.sigmoid()
@@ -435,32 +442,34 @@ class StreamBlock(Form):
             quantized = quantized_by(storage, *_save_out(kept, out, cast_by_kernel(storage)))
         del y, h
         kept.add("modulation", *modulation)
-        return (self.stream.rest(kept, "", x, (out, quantized, None), vectors, any(needs[1:])),)
+        return (self.stream.finish(kept, "", x, (out, quantized, None), vectors, any(needs[1:])),)
 
     def backward(self, kept: Kept, shared: Shared, grads: Tensors, needs: Sequence[bool]) -> Gradients:
         """See `Form`."""
         modulation, stream = kept.all("modulation"), self.stream
         vectors = self._vectors(grads[0], modulation)
-        dx, dout, of_gates, adapters = stream.rest_backward(kept, "", grads[0], None, vectors)
-        out, of_parts = kept.values("out"), []
+        shift, scale, *_ = vectors
+        dx, dout, gate_grads, finish_grads = stream.finish_backward(kept, "", grads[0], None, vectors)
+        out, dgate_out = kept.values("out"), None
         if stream.gates_out:
             sigmoid = kept.values("out_gate").sigmoid()
-            of_parts = [torch.ops.aten.sigmoid_backward(dout * out, sigmoid)]
+            dgate_out = torch.ops.aten.sigmoid_backward(dout * out, sigmoid)
             dout = dout * sigmoid
             del sigmoid
         joint, ys, y_scales, size, dtype = self.attention.backward(kept, dout, out, shared)
         del dout, out
         norms, eps = list(self.attention.norms), self.attention.eps
-        of_parts[:0] = qkv_rope_backward(joint, ys, y_scales, norms, shared.cos, shared.sin, eps, size, dtype)
+        (dy,) = qkv_rope_backward(joint, ys, y_scales, norms, shared.cos, shared.sin, eps, size, dtype)
         del joint
-        dy = of_parts[0] if len(of_parts) == 1 else torch.cat(of_parts, dim=-1)
-        del of_parts
-        dx, dmodulation, of_inputs = stream.inputs.backward(kept, "in_", dy, dx, vectors[1], vectors[0], any(needs))
+        if dgate_out is not None:
+            dy = torch.cat([dy, dgate_out], dim=-1)
+            del dgate_out
+        dx, dnorm, inputs_grads = stream.inputs.backward(kept, "in_", dy, dx, scale, shift, any(needs))
         dxs = [dx]
         if modulation:
-            dgate, dmodulation_mlp, dgate_mlp = of_gates
+            dgate, dnorm_mlp, dgate_mlp = gate_grads
             parts: list[Tensor | None] = []
-            for shift_and_scale, of_gate in ((dmodulation, dgate), (dmodulation_mlp, dgate_mlp)):
-                parts += (None if shift_and_scale is None else shift_and_scale.flip(1), of_gate)
+            for shift_and_scale, of_gate in ((dnorm, dgate), (dnorm_mlp, dgate_mlp)):
+                parts += (None if shift_and_scale is None else shift_and_scale.flip(1), of_gate)  # scale comes first
             dxs.append(gradient_of_vectors(modulation[0], *parts))
-        return dxs, [*of_inputs, *adapters]
+        return dxs, [*inputs_grads, *finish_grads]

@@ -337,7 +337,7 @@ class Attention:
 
 # input of a gate's linear, as `LinearGroup.forward` takes it: x [B, S, K], empty where the other two are there; x by
 # the linear's `input_storage`, or None; x Dᵀ, where the maker of x has it
-Activated = tuple[Tensor, Quantized | None, Tensor | None]
+LinearInput = tuple[Tensor, Quantized | None, Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -348,7 +348,7 @@ class GatedLinear:
     norm: tuple[Tensor, float] | tuple[()] = ()
 
     def forward(
-        self, kept: Kept, name: str, residual: Tensor, gate: Tensor, read: Activated, trains_gate: bool
+        self, kept: Kept, name: str, residual: Tensor, gate: Tensor, read: LinearInput, trains_gate: bool
     ) -> Tensor:
         """Return residual + gate·linear(x) [B, S, D]."""
         result, h = self.linear.forward(*read)
@@ -385,7 +385,7 @@ class GatedLinear:
 
 def activate(
     kept: Kept, projected: Projected, out: Tensor | None, reader: LinearGroup, activation: str, name: str = ""
-) -> Activated:
+) -> LinearInput:
     """Compute [out | act(mlp)] from a group's outputs, and save out and mlp; values only if `reader` needs them."""
     linears, y, h = projected
     first = 0 if out is None else 3

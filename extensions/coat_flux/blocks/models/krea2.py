@@ -18,7 +18,7 @@ from torch import Tensor
 from coat_core.linear.function import compute_dtype
 from coat_core.ops.attention import additive_mask
 
-from ..fused.forms import SWIGLU, UNTURNED, Reader, Stream, StreamBlock, shared_of
+from ..fused.forms import NO_ROTATION, SWIGLU, Reader, Stream, StreamBlock, shared_of
 from ..fused.linears import NotFusable, read_group, read_linear
 from ..fused.parts import Attention, Call, GatedLinear, NormLinears, Rotary
 from ..fused.reading import check_dropout, once_per_pass
@@ -72,7 +72,7 @@ class _Text(Reader):
     of_text = True
 
     def call(self, x: Tensor, seen: Tensor | None = None) -> Call:
-        return _call(x, UNTURNED, seen)
+        return _call(x, NO_ROTATION, seen)
 
     def read(self, block: Any, join: bool) -> StreamBlock:
         attn, ff = block.attn, block.ff

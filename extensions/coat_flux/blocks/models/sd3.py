@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..fused.forms import UNTURNED, DoubleBlock, shared_of
+from ..fused.forms import NO_ROTATION, DoubleBlock, shared_of
 from ..fused.linears import NotFusable
 from ..fused.parts import Call, Modulation
 from ..fused.reading import DiffusersDouble, Outside, feed_forward, read_double, read_modulation
@@ -30,7 +30,7 @@ class _Block(DiffusersDouble):
     arguments = ("hidden_states", "encoder_hidden_states", "temb", "joint_attention_kwargs")
 
     def call(self, image: Tensor, text: Tensor, temb: Tensor, kwargs: Any = None) -> Call:
-        return Call(image, text, shared_of(UNTURNED, kwargs), temb)
+        return Call(image, text, shared_of(NO_ROTATION, kwargs), temb)
 
     def read(self, block: Any, join: bool) -> DoubleBlock:
         if block._chunk_size is not None:
