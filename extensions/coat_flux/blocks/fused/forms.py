@@ -287,7 +287,7 @@ class DoubleBlock(Form):
 
     def backward(self, kept: Kept, shared: Shared, grads: Tensors, needs: Sequence[bool]) -> Gradients:
         """See `Form`."""
-        out, vectors = kept.values("out"), kept.all("modulation")
+        out, vectors = kept.values("out"), kept.added("modulation")
         outs = out.tensor_split([-grads[1].shape[1]], dim=1)  # grads[0] has no tokens where the text stream ends
         streams = (("text_", self.text), ("image_", self.image))
         modulations, finished = [], []
@@ -346,7 +346,7 @@ class SingleBlock(Form):
     def backward(self, kept: Kept, shared: Shared, grads: Tensors, needs: Sequence[bool]) -> Gradients:
         """See `Form`."""
         grad = grads[0] if len(grads) == 1 else join(grads[0], grads[1])
-        (modulation,) = kept.all("modulation")
+        (modulation,) = kept.added("modulation")
         shift, scale, gate = modulation.chunk(3, dim=1)
         mlp, mlp_scale, size, dtype = kept.read("mlp")
         attended, attended_scale, *_ = kept.read("out")
@@ -446,7 +446,7 @@ class StreamBlock(Form):
 
     def backward(self, kept: Kept, shared: Shared, grads: Tensors, needs: Sequence[bool]) -> Gradients:
         """See `Form`."""
-        modulation, stream = kept.all("modulation"), self.stream
+        modulation, stream = kept.added("modulation"), self.stream
         vectors = self._vectors(grads[0], modulation)
         shift, scale, *_ = vectors
         dx, dout, gate_grads, finish_grads = stream.finish_backward(kept, "", grads[0], None, vectors)

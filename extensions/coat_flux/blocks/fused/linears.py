@@ -6,7 +6,7 @@ adapters share one down-projection.
     h  = s · x Dᵀ                        D: every A · factor, one above the other
     y  = x Wᵀ + b  (+ h_i U_iᵀ)          each linear's columns of y with its own columns of h; U: every B
     dx = dy W  (+ dh D)                  dh_i = s · dy_i U_i
-    dA = factor · dhᵀ x,  dB = dy_iᵀ h_i
+    dA = factor · dhᵀ x,  dB = dy_iᵀ h_i                 of all adapters: `grad_down` = dhᵀ x, `grad_up` = dyᵀ h
 
 s is 1, or the adapter strength of the row's image. Adapters multiply in the dtype of y. The terms in parentheses
 are left to the kernels that read y or dx (arguments `h`, `U` and `dh`, `D`); others call `complete`. A LoKr is
@@ -70,35 +70,35 @@ class FrozenLinear:
         weight: StoredWeight | Tensor | None,  # W [N, K] as it is stored, or its values; None for `adopted`
         bias: Tensor | None,
         config: FP8LinearConfig | None = None,
-        in_fp8: bool = False,  # whether this device multiplies so; False multiplies by the dequantized weight
+        in_fp8: bool = False,  # whether to multiply in FP8; False multiplies by the dequantized weight
         adopted: nn.Module | None = None,  # a linear that ai-toolkit quantized its own way (`quantized.adopt`)
     ) -> None:
         self.weight, self.bias, self.config, self.in_fp8, self.adopted = weight, bias, config, in_fp8, adopted
         self.input_storage: Storage | None = None  # of x in the GEMM; None in high precision
-        self.grad_storage: Storage | None = None  # of dy · `grad_factors`; None also if those are made at each use
+        self.grad_storage: Storage | None = None  # of dy · `grad_factors` in dgrad's GEMM, if its producer can cast it
         self.grad_factors: Tensor | None = None  # the weight's row scales, fp32 [N]
         self.rotations = weight.rotations if isinstance(weight, StoredWeight) else (1, 1)  # of y and x
-        self._of_fprop = weight
-        self._unit: Tensor | None = None
+        self._fprop_weight = weight
+        self._unit: Tensor | None = None  # see `dgrad`
         if config is None or not in_fp8:
             return
         self.input_storage = input_storage(config)
-        makes_row_scales = config.weight_granularity == "per_row"
         if isinstance(weight, StoredWeight):
-            makes_row_scales = False
             self.grad_factors = weight.scale.reshape(-1) if weight.scale.ndim else None
             if config.input_granularity == "per_row":  # made now: a pass may be captured as a CUDA graph
                 rows, width = weight.shape
-                self._of_fprop = weight._replace(scale=row_scale(weight.scale, rows))
+                self._fprop_weight = weight._replace(scale=row_scale(weight.scale, rows))
                 self._unit = row_scale(unit_scale(weight.scale), width)
-        if config.grad_format != "bf16" and not makes_row_scales:
+        elif config.weight_granularity == "per_row":  # quantized at each use: the producer of dy has no row scales
+            return
+        if config.grad_format != "bf16":
             self.grad_storage = Storage(config.grad_format, self.input_storage.granularity)
 
     def forward(self, x: Tensor, quantized: Quantized | None) -> Tensor:
-        """Return x Wᵀ + b; `quantized` is x by `input_storage`, None where that is."""
-        if self.adopted is not None:  # as in training; for rows x [B, K], which modulate, as x asks for it
+        """Return x Wᵀ + b; `quantized` is x by `input_storage`, None if that is None."""
+        if self.adopted is not None:  # x of tokens is quantized as in training, a modulation's [B, K] if it trains
             return own_product(self.adopted, x, x.ndim > 2 or x.requires_grad)
-        weight = self._of_fprop
+        weight = self._fprop_weight
         if isinstance(weight, Tensor):
             if self.config is None:
                 return torch.nn.functional.linear(x, weight, self.bias)
@@ -106,7 +106,7 @@ class FrozenLinear:
         return fprop(x, quantized, weight, self.bias, compute_dtype(x))
 
     def rotated_product(self, x: Tensor) -> Tensor:
-        """Return y - b rotated, for x rotated, of an INT8 weight and few rows: `rotations` says in what blocks."""
+        """Return y - b rotated, for x rotated, of an INT8 weight and few rows; `rotations` are the block sizes."""
         weight = self.weight
         assert isinstance(weight, StoredWeight)
         y: Tensor = weight_only_linear(x, weight.codes, weight.scale, None, compute_dtype(x))
@@ -145,7 +145,7 @@ def read_frozen(base: Any) -> FrozenLinear:
 
 
 def _joined(modules: Sequence[Any], bases: Sequence[Any]) -> Sequence[Any]:
-    """One base for several, where they are FP8 weights of one config, in one place, with a row-wise GEMM.
+    """One base for all, if they are FP8 weights of one config, on one device, with a row-wise GEMM; else `bases`.
 
     Weights and transposed copies are joined in place, scales and biases copied.
     """
@@ -157,12 +157,12 @@ def _joined(modules: Sequence[Any], bases: Sequence[Any]) -> Sequence[Any]:
             return bases
         if base.weight.scale.device != first.weight.scale.device or base.rotations != first.rotations:
             return bases
-    row_wise = replace(first.config, weight_granularity="per_row")  # each linear's scale is that of its rows
+    row_wise = replace(first.config, weight_granularity="per_row")  # each linear's scale becomes that of its rows
     if first.in_fp8 and fp8_gemm_obstacle(first.weight.scale.device, row_wise) is not None:
         return bases
     scales = [base.weight.scale.reshape(-1, 1).expand(base.weight.shape[0], 1) for base in bases]
     scale = torch.cat(scales)
-    if first.rotations[0] not in (1, rotation_size(len(scale))):  # of INT8; widths like 64, four of which make 256
+    if first.rotations[0] not in (1, rotation_size(len(scale))):  # INT8: the joined rows would be in other blocks
         return bases
     buffers = {name: join_buffers(modules, name, dim) for name, dim in OUTPUT_DIM.items()}
     bias = None if first.bias is None else torch.cat([base.bias for base in bases])
@@ -170,7 +170,7 @@ def _joined(modules: Sequence[Any], bases: Sequence[Any]) -> Sequence[Any]:
 
 
 def join_buffers(modules: Sequence[nn.Module], name: str, dim: int) -> Tensor | None:
-    """The modules' 2D buffers of that name as one along `dim`, each a view of it; None if one is missing."""
+    """The modules' 2D buffers of that name as one along `dim`; they become views of it. None if one is missing."""
     parts: list[Any] = [module._buffers.get(name) for module in modules]
     if any(part is None for part in parts):
         return None
@@ -179,8 +179,8 @@ def join_buffers(modules: Sequence[nn.Module], name: str, dim: int) -> Tensor | 
     shape[dim] = sum(sizes)
     stride, offset, is_joined = (shape[1], 1), first.storage_offset(), True
     for part in parts:
-        same = part.untyped_storage()._cdata == first.untyped_storage()._cdata
-        is_joined = is_joined and same and part.stride() == stride and part.storage_offset() == offset
+        shares = part.untyped_storage()._cdata == first.untyped_storage()._cdata
+        is_joined = is_joined and shares and part.stride() == stride and part.storage_offset() == offset
         offset += part.shape[dim] * stride[dim]
     if is_joined:
         return first.as_strided(tuple(shape), stride)
@@ -191,24 +191,24 @@ def join_buffers(modules: Sequence[nn.Module], name: str, dim: int) -> Tensor | 
 
 
 def cast_by_kernel(storage: Storage | None, fmt: str = "e4m3") -> tuple[str, str]:
-    """`fmt` and `granularity` of a kernel that quantizes its output so; "none" if it does not."""
+    """A kernel's arguments `fmt` and `granularity`, to quantize its output by `storage`; "none" if that is None."""
     return (fmt, "none") if storage is None else (storage.format, storage.granularity.name)
 
 
 def quantized_by(storage: Storage | None, codes: Tensor, scale: Tensor) -> Quantized | None:
-    """The codes of a kernel called with `cast_by_kernel`."""
+    """The codes and scale of a kernel called with `cast_by_kernel(storage)`; None without a storage."""
     return None if storage is None else Quantized(codes, scale, storage.granularity)
 
 
 # --- LoKr ---
 # y + factor·(W1 ⊗ W2) x without the Kronecker product: with a row of x as a matrix X [c, d], its row of y as Y [a, b],
-# and factor in W1,
+# and the factor in W1,
 #
 #     Z = X W2ᵀ,   Y += W1 Z
 #     U = dY W2,   dX += W1ᵀ U,   dW1 = Σ U Xᵀ,   dW2 = Σ dYᵀ V,   V = W1 X
 #
-# Two products of about 1/c of the linear's in backward, and one in forward; those with W1 are small. Nothing but x is
-# kept. A matrix that is a product of two is multiplied out, as in the adapter's own forward.
+# Two products of about 1/c of the linear's in backward, and one in forward; those with W1 are small. Only x is saved.
+# A matrix that is a product of two is multiplied out, as in the adapter's own forward.
 # x [..., c·d], y [..., a·b] (or a slice of its columns), W1 [a, c], W2 [b, d], Z [T, c, b], U and V [T, a, d].
 
 
@@ -217,26 +217,26 @@ def add_kronecker(y: Tensor, x: Tensor, adapter: KroneckerAdapter) -> None:
     first, second = adapter.matrices(y.dtype)
     rows = x.to(y.dtype).reshape(-1, second.shape[1])
     z = (rows @ second.t()).view(-1, first.shape[1], len(second))
-    by_rows = y.flatten(0, -2).unflatten(1, (len(first), len(second)))
-    by_rows.baddbmm_(first.expand(len(z), *first.shape), z)
+    y_matrices = y.flatten(0, -2).unflatten(1, (len(first), len(second)))
+    y_matrices.baddbmm_(first.expand(len(z), *first.shape), z)
 
 
 def kronecker_gradients(dy: Tensor, x: Tensor, adapter: KroneckerAdapter) -> tuple[list[Tensor], Tensor]:
     """Return the gradients of the adapter's matrices in turn, in their dtype, and U for `add_kronecker_dx`."""
     first, second = adapter.matrices(dy.dtype)
     (a, c), (b, d) = first.shape, second.shape
-    by_rows, of_outputs = x.to(dy.dtype).reshape(-1, c, d), dy.reshape(-1, b)
-    v = first.expand(len(by_rows), a, c) @ by_rows
-    of_second = product(of_outputs.t(), v.view(-1, d), adapter.second[0].dtype)
+    x_matrices, dy_rows = x.to(dy.dtype).reshape(-1, c, d), dy.reshape(-1, b)
+    v = first.expand(len(x_matrices), a, c) @ x_matrices
+    grad_second = product(dy_rows.t(), v.view(-1, d), adapter.second[0].dtype)
     del v  # as large as x
-    u = (of_outputs @ second).view(-1, a, d)
-    of_first = u.new_zeros((a, c), dtype=adapter.first[0].dtype)
+    u = (dy_rows @ second).view(-1, a, d)
+    grad_first = u.new_zeros((a, c), dtype=adapter.first[0].dtype)
     step = max(len(u) * d // (8 * a), 1)  # products of so many rows are at most a quarter of x
-    for some_u, some_x in zip(u.split(step), by_rows.split(step), strict=True):
-        of_first += product(some_u, some_x.transpose(1, 2), of_first.dtype).sum(0)
-    of_first *= adapter.factor
+    for u_part, x_part in zip(u.split(step), x_matrices.split(step), strict=True):
+        grad_first += product(u_part, x_part.transpose(1, 2), grad_first.dtype).sum(0)
+    grad_first *= adapter.factor
     gradients: list[Tensor] = []
-    for grad, factors in ((of_first, adapter.first), (of_second, adapter.second)):
+    for grad, factors in ((grad_first, adapter.first), (grad_second, adapter.second)):
         if len(factors) == 1:
             gradients.append(grad)
         else:
@@ -247,8 +247,8 @@ def kronecker_gradients(dy: Tensor, x: Tensor, adapter: KroneckerAdapter) -> tup
 def add_kronecker_dx(dx: Tensor, u: Tensor, adapter: KroneckerAdapter) -> None:
     """Add the adapter's part to dx [..., c·d], in place."""
     first, second = adapter.matrices(dx.dtype)
-    by_rows = dx.view(-1, first.shape[1], second.shape[1])
-    by_rows.baddbmm_(first.t().expand(len(u), *first.t().shape), u.to(dx.dtype))
+    dx_matrices = dx.view(-1, first.shape[1], second.shape[1])
+    dx_matrices.baddbmm_(first.t().expand(len(u), *first.t().shape), u.to(dx.dtype))
 
 
 # --- with adapters ---
@@ -277,24 +277,23 @@ class LinearGroup:
         # A and B of each adapter in turn, then the LoKrs' matrices
         self.parameters = [matrix for adapter in self.all_adapters for matrix in (adapter.down, adapter.up)]
         self.parameters += [matrix for _, kron in krons for matrix in (*kron.first, *kron.second)]
-        # the largest of a linear's ranks, those of its adapters added up; 0 without adapters
+        # r: a linear's rank is the sum of its adapters'; the largest of the group, 0 without adapters
         self.rank = max(sum(len(adapter.down) for adapter in of_linear) for of_linear in adapters)
         self.dtype = self.parameters[0].dtype if self.parameters else torch.float32
         self.strengths = self.all_adapters[0].strengths if self.all_adapters else None
         self.input_storage = next((base.input_storage for base in bases if base.input_storage), None)
-        # else dy is split before its cast
-        self.grad_storage, self.grad_factors = None, None
+        self.grad_storage, self.grad_factors = None, None  # with several bases dy is split before its cast
         if len(bases) == 1:
             self.grad_storage, self.grad_factors = bases[0].grad_storage, bases[0].grad_factors
         self.copies: Copies | None = None  # made by `AdapterCopies`; without it the matrices are cast at each use
-        self._places = list(pairwise(accumulate(parts, initial=0)))
+        self._columns = list(pairwise(accumulate(parts, initial=0)))  # of each part in y: start and stop
 
     def forward(
-        self, x: Tensor, quantized: Quantized | None, product: Tensor | None = None
+        self, x: Tensor, quantized: Quantized | None, x_down: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return y [..., ΣN] without the LoRAs' part, and h (None without them).
 
-        `quantized` is x [..., K] by `input_storage`, `product` x Dᵀ [..., n·r]; with both, x gives its dtype.
+        `quantized` is x [..., K] by `input_storage`, `x_down` x Dᵀ [..., n·r]; with both, only the dtype of x is read.
         """
         outputs: list[Tensor] = []
         for base in self.bases:
@@ -304,25 +303,28 @@ class LinearGroup:
             add_kronecker(y[..., columns], x, kron)
         if not self.rank:
             return y, None
-        if product is None:
-            product = torch.nn.functional.linear(x.to(y.dtype), self.matrices(y.dtype).down)
-        return y, product if self.strengths is None else self._times_strengths(product)
+        if x_down is None:
+            x_down = torch.nn.functional.linear(x.to(y.dtype), self.matrices(y.dtype).down)
+        h = x_down if self.strengths is None else self._times_strengths(x_down)
+        return y, h
 
     def low_rank(self, h: Tensor, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The pending product for parts `start` to `stop`: r columns of h for each, and their rows of U."""
-        up = self.matrices(dtype).up[self._places[start][0] : self._places[stop - 1][1]]
+        """Arguments of a kernel that adds h Uᵀ to parts `start` to `stop`: r columns of h for each; their rows of U."""
+        up = self.matrices(dtype).up[self._columns[start][0] : self._columns[stop - 1][1]]
         if len(self.widths) > 1:
             return h[..., start * self.rank : stop * self.rank], up
-        return h if stop - start == 1 else torch.cat([h] * (stop - start), dim=-1), up
+        if stop - start > 1:  # of one linear, which has one h
+            h = torch.cat([h] * (stop - start), dim=-1)
+        return h, up
 
     def complete(self, y: Tensor, h: Tensor | None, first: int = 0, last: int | None = None) -> Tensor:
-        """Add the adapters' part of parts `first` to `last` to y, in place."""
+        """Add h Uᵀ to parts `first` to `last` of y, in place."""
         if h is None:
             return y
         flat, rows = y.view(-1, y.shape[-1]), h.flatten(0, -2)
         r, up = self.rank, self.matrices(y.dtype).up
         for part in range(len(self.parts))[first:last]:
-            start, stop = self._places[part]
+            start, stop = self._columns[part]
             linear = part if len(self.widths) > 1 else 0
             if self.adapters[linear]:
                 flat[:, start:stop].addmm_(rows[:, linear * r : (linear + 1) * r], up[start:stop].t())
@@ -341,33 +343,33 @@ class LinearGroup:
             return None
         return product(dh.flatten(0, -2).t(), x.to(dh.dtype).flatten(0, -2), self.dtype)
 
-    def adapter_gradients(self, downs: Tensor | None, ups: Tensor | None) -> list[Tensor]:
-        """Return [dA, dB] of each adapter in turn, from dhᵀ x [n·r, K] and dyᵀ h [ΣN, r]."""
+    def adapter_gradients(self, grad_down: Tensor | None, grad_up: Tensor | None) -> list[Tensor]:
+        """Return dA, dB of each adapter in turn, from dhᵀ x [n·r, K] and dyᵀ h [ΣN, r]; [] without adapters."""
         gradients: list[Tensor] = []
-        if downs is None or ups is None:
+        if grad_down is None or grad_up is None:
             return gradients
-        for down, up, adapters in zip(downs.split(self.rank), ups.split(self.widths), self.adapters, strict=True):
-            first = 0
+        by_linear = zip(grad_down.split(self.rank), grad_up.split(self.widths), self.adapters, strict=True)
+        for down, up, adapters in by_linear:
+            start = 0
             for adapter in adapters:
-                last = first + len(adapter.down)
-                of_down = down[first:last].to(adapter.down.dtype)
+                stop = start + len(adapter.down)
+                of_down = down[start:stop].to(adapter.down.dtype)
                 gradients.append(of_down if adapter.factor == 1.0 else of_down * adapter.factor)
-                gradients.append(up[:, first:last].to(adapter.up.dtype).contiguous())
-                first = last
+                gradients.append(up[:, start:stop].to(adapter.up.dtype).contiguous())
+                start = stop
         return gradients
 
     def kron_gradients(self, dy: Tensor, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the gradients of the LoKrs' matrices in turn, and what `dgrad` adds of each, for x [..., K]."""
-        gradients: list[Tensor] = []
-        us: list[Tensor] = []
+        """Return the gradients of the LoKrs' matrices in turn, and U of each LoKr for `dgrad`; x [..., K]."""
+        gradients, us = [], []
         for columns, kron in self.krons:
             of_kron, u = kronecker_gradients(dy[..., columns], x, kron)
             gradients += of_kron
             us.append(u)
         return gradients, us
 
-    def dgrad(self, dy: Tensor, quantized: Quantized | None = None, us: Sequence[Tensor] = ()) -> Tensor:
-        """Return dx [..., K] in the dtype of dy [..., ΣN], without the LoRAs' part; `us` are of `kron_gradients`."""
+    def dgrad(self, dy: Tensor, quantized: Quantized | None = None, kron_us: Sequence[Tensor] = ()) -> Tensor:
+        """Return dx [..., K] in the dtype of dy [..., ΣN], without the LoRAs' part; `kron_us` of `kron_gradients`."""
         if len(self.bases) == 1:
             dx = self.bases[0].dgrad(dy, quantized)
         else:
@@ -375,23 +377,22 @@ class LinearGroup:
             dx = self.bases[0].dgrad(parts[0])
             for base, part in zip(self.bases[1:], parts[1:], strict=True):
                 dx = dx.add_(base.dgrad(part).to(dx.dtype))
-        for (_, kron), u in zip(self.krons, us, strict=False):
+        for (_, kron), u in zip(self.krons, kron_us, strict=False):
             add_kronecker_dx(dx, u, kron)
         return dx
 
     def complete_dx(self, dx: Tensor, dh: Tensor | None) -> Tensor:
-        """Add the adapters' part to dx, in place."""
+        """Add dh D to dx, in place."""
         if dh is not None:
             dx.view(-1, dx.shape[-1]).addmm_(dh.to(dx.dtype).flatten(0, -2), self.matrices(dx.dtype).down)
         return dx
 
     def matrices(self, dtype: torch.dtype) -> Copies:
-        """The adapters' matrices in `dtype`: the copies, or made for this call."""
+        """D and U in `dtype`: the copies, or made for this call."""
         if self.copies is not None and self.copies.down.dtype == dtype:
             return self.copies
         like = self.all_adapters[0]
-        downs: list[Tensor] = []
-        ups: list[Tensor] = []
+        downs, ups = [], []
         for adapters, width in zip(self.adapters, self.widths, strict=True):
             missing = self.rank
             columns: list[Tensor] = []
@@ -403,11 +404,12 @@ class LinearGroup:
                 downs.append(like.down.new_zeros(missing, like.down.shape[1]))
                 columns.append(like.up.new_zeros(width, missing))
             ups.append(columns[0] if len(columns) == 1 else torch.cat(columns, dim=1))
-        down, up = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in (downs, ups))
+        down = downs[0] if len(downs) == 1 else torch.cat(downs)
+        up = ups[0] if len(ups) == 1 else torch.cat(ups)
         return Copies(down.to(dtype), up.to(dtype))
 
     def _times_strengths(self, h: Tensor) -> Tensor:
-        """Scale each image's rows in h or dh [images, ..., n·r] by its strength, in fp32; neighbours may share one."""
+        """Scale h or dh [B, ..., n·r], image by image, by the strengths, in fp32; neighbours may share one."""
         assert self.strengths is not None
         if len(h) % len(self.strengths):
             raise ValueError(f"{len(self.strengths)} LoRA strengths for a batch of {len(h)}: must be one per image")
@@ -417,22 +419,26 @@ class LinearGroup:
 
 def read_group(modules: Sequence[Any], join: bool, parts: tuple[int, ...] = ()) -> LinearGroup:
     """Read linears that share x, with adapters; `join` makes one matrix of FP8 weights. NotFusable if they differ."""
-    plain = [plain_adapters(module) for module in modules]
-    adapters = tuple(tuple(each for each in found if isinstance(each, PlainAdapter)) for _, found in plain)
-    if len({id(adapter.strengths) for adapter in chain.from_iterable(adapters)}) > 1:
+    linears, adapters, loras = [], [], []
+    for module in modules:
+        linear, own = plain_adapters(module)
+        linears.append(linear)
+        adapters.append(own)
+        loras.append(tuple(each for each in own if isinstance(each, PlainAdapter)))
+    if len({id(adapter.strengths) for adapter in chain.from_iterable(loras)}) > 1:
         raise NotFusable("LoRAs whose strengths per image are not the same")
-    bases = tuple(read_frozen(base) for base, _ in plain)
+    bases = tuple(map(read_frozen, linears))
     if len({base.input_storage for base in bases} - {None}) > 1:
         raise NotFusable("linears that read the same tensor want it in different formats")
-    widths = tuple(base.out_features for base, _ in plain)
+    widths = tuple(linear.out_features for linear in linears)
     if parts and (len(widths) > 1 or sum(parts) != widths[0]):
         raise NotFusable(f"linears of {sum(widths)} outputs in all, where {sum(parts)} are read")
     if join and len(bases) > 1:
-        bases = tuple(_joined([base for base, _ in plain], bases))
+        bases = tuple(_joined(linears, bases))
     krons: list[tuple[slice, KroneckerAdapter]] = []
-    for (_, found), (start, stop) in zip(plain, pairwise(accumulate(widths, initial=0)), strict=True):
-        krons += [(slice(start, stop), each) for each in found if isinstance(each, KroneckerAdapter)]
-    return LinearGroup(bases, widths, adapters, parts or widths, tuple(krons))
+    for own, (start, stop) in zip(adapters, pairwise(accumulate(widths, initial=0)), strict=True):
+        krons += [(slice(start, stop), each) for each in own if isinstance(each, KroneckerAdapter)]
+    return LinearGroup(bases, widths, tuple(loras), parts or widths, tuple(krons))
 
 
 def read_linear(module: Any) -> LinearGroup:
@@ -447,7 +453,7 @@ class AdapterCopies:
         self.dtype = dtype
         self.groups = [group for group in groups if group.rank]
         self._copies: list[Tensor] = []
-        self._matrices: list[Tensor] = []  # of which they are copies
+        self._matrices: list[Tensor] = []  # the original of each copy
         self._scaled: list[tuple[Tensor, PlainAdapter]] = []  # copy of A·factor, its adapter
         shapes: list[tuple[int, int]] = []
         for group in self.groups:
@@ -476,7 +482,7 @@ class AdapterCopies:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the current matrices; if changed, not between a forward and its backward pass."""
+        """Copy the current matrices; where they have changed, not between a forward pass and its backward."""
         if self._copies:
             torch._foreach_copy_(self._copies, self._matrices)
         for copy, adapter in self._scaled:

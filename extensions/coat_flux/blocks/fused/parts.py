@@ -1,14 +1,14 @@
-"""A block as one autograd function, and the parts of which its forward and backward passes are made.
+"""The parts that a block's forward and backward passes are made of; a block is one autograd function (`forms`).
 
     NormLinears    n = norm(x)·(1 + scale) + shift,   y = n Wᵀ + b                  saves x, and the adapters' h
     Attention      out = attention(rotate(RMSNorm(q)), rotate(RMSNorm(k)), v)       saves q, k, v and its statistics
     GatedLinear    y = residual + gate·(x Wᵀ + b), or gate·RMSNorm(x Wᵀ + b)        saves the linear's result
     Modulation     [shift | scale | gate …] = silu(temb) Wᵀ + b                     one row per image
 
-Autograd would hold every tensor an operator reads and accumulate gradients in separate kernels. Here a block saves
-the tensors its passes name (`Kept`), the large ones in FP8, and kernels add gradients as they go. n is quantized on
-the fly; backward recomputes it from the FP8 x for dA and the norm's gradient. q, k and v are saved before norm and
-rotation; attention's log-sum-exp exactly. A gated linear saves its result only for a trained gate or a norm.
+Autograd would hold every tensor an operator reads and accumulate gradients in separate kernels. Here a part saves
+tensors by name (`Kept`), the large ones in FP8, and kernels add gradients as they go. n is quantized on the fly;
+backward recomputes it from the FP8 x for dA and the norm's gradient. q, k and v are saved before norm and rotation;
+attention's log-sum-exp exactly. A gated linear saves its result only for a trained gate or a norm.
 
 As leaves of the graph, FLUX.1-dev's 988 adapter matrices cost a tenth of a step's host time: one autograd node
 each. Inside `written_gradients` a block returns one stand-in tensor and adds their gradients to `.grad` itself.
@@ -58,13 +58,13 @@ class Shared(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A block's inputs in any model; `temb` [B, D] feeds its own modulations, None if the model passes in vectors."""
+    """A block's inputs in any model; of `temb` and `vectors` it has one, or neither if it is not modulated."""
 
     image: Tensor  # [B, S, D]
     text: Tensor | None  # [B, T, D]; None where `image` has the tokens of both, text first
     shared: Shared  # of the tokens of both, text first
-    temb: Tensor | None = None
-    vectors: tuple[Tensor, ...] = ()  # these [B, n·D], of each stream, text first
+    temb: Tensor | None = None  # [B, D], for the block's own modulations
+    vectors: tuple[Tensor, ...] = ()  # shifts, scales, gates side by side [B, n·D], one tensor a stream, text first
 
 
 # --- saved tensors ---
@@ -80,7 +80,7 @@ class Saved(NamedTuple):
 
 
 def packed_by_kernel(storage: Storage | None) -> tuple[str, int]:
-    """`saved_format` and `group_size` of a kernel that packs its input or output so; "none" if it does not."""
+    """A kernel's arguments `saved_format` and `group_size` for `storage`; "none" where `Kept.pack` quantizes."""
     if storage is None or storage.granularity.name != "per_group":
         return "none", PER_GROUP.group_size
     return storage.format, storage.granularity.group_size
@@ -95,10 +95,10 @@ class Kept:
     def __init__(self, saving: Saving = EXACT, wanted: bool = True) -> None:
         self.wanted = wanted
         self.storage = saving.tensors if wanted else None
-        self.attention = self.storage if saving.attention == "fp8" else None
-        self.context: AttentionContext | None = None  # of attention, without its tensors
-        self._places: dict[str, slice] = {}
-        self._stored: dict[str, tuple[Storage | None, torch.dtype]] = {}
+        self.attention = self.storage if saving.attention == "fp8" else None  # of q, k, v and out
+        self.context: AttentionContext | None = None  # without its tensors
+        self._places: dict[str, slice] = {}  # in `_tensors`
+        self._stored: dict[str, tuple[Storage | None, torch.dtype]] = {}  # and the dtype before it was quantized
         self._tensors: list[Any] = []
 
     def add(self, name: str, *tensors: Tensor | None) -> None:
@@ -111,7 +111,7 @@ class Kept:
     def pack(
         self, name: str, x: Tensor, storage: Storage | None, codes: Tensor, scale: Tensor, saves: bool = True
     ) -> None:
-        """Save x by `storage`, or its dtype alone; `codes` and `scale` are those of `packed_by_kernel`."""
+        """Save x by `storage`, or only its dtype; a kernel has made `codes` and `scale` (see `packed_by_kernel`)."""
         self._stored[name] = storage, x.dtype
         if not (saves and self.wanted):
             self.add(name)
@@ -123,7 +123,7 @@ class Kept:
             packed = quantize(x, storage.format, storage.granularity)
             self.add(name, packed.codes, packed.scale)
 
-    def all(self, name: str) -> list[Any]:
+    def added(self, name: str) -> list[Any]:
         """The tensors of `add`, in backward."""
         return self._tensors[self._places[name]]
 
@@ -137,12 +137,12 @@ class Kept:
         return Saved(self.values(name), None, PER_GROUP.group_size, dtype)
 
     def values(self, name: str) -> Tensor:
-        """Its values."""
+        """A tensor of `pack` in its own dtype, in backward."""
         (storage, dtype), tensors = self._stored[name], self._tensors[self._places[name]]
         return tensors[0] if storage is None else dequantize(tensors[0], tensors[1], storage.granularity, dtype)
 
     def save(self, ctx: Any, watched: Sequence[Tensor]) -> None:
-        """Hand all tensors to autograd, which detects in-place changes, as versions do those of `watched`."""
+        """Hand all tensors to autograd, which detects in-place changes; those of `watched` are detected by version."""
         ctx.save_for_backward(*self._tensors)
         self._tensors = []
         ctx.kept, ctx.watched, ctx.versions = self, watched, list(map(_version, watched))
@@ -151,8 +151,8 @@ class Kept:
     def of(cls, ctx: Any) -> Kept:
         """The saved tensors, in backward; RuntimeError if one was changed in place since."""
         if list(map(_version, ctx.watched)) != ctx.versions:
-            text = "an adapter that backward needs has been modified by an inplace operation: change adapters after it"
-            raise RuntimeError(text)
+            changed = "an adapter that backward needs has been modified by an inplace operation"
+            raise RuntimeError(f"{changed}: change adapters after it")
         kept = copy.copy(ctx.kept)
         kept._tensors = list(ctx.saved_tensors)
         return kept
@@ -180,12 +180,12 @@ def written_gradients(on: bool = True) -> Iterator[None]:
 
 def leaves_of(parameters: Sequence[nn.Parameter]) -> Sequence[Tensor]:
     """An autograd function's inputs for its adapters: the matrices, or their stand-in."""
-    stands = _written.get() and parameters and all(map(_requires_grad, parameters))
-    return (_STAND_IN,) if stands else parameters
+    is_written = _written.get() and parameters and all(map(_requires_grad, parameters))
+    return (_STAND_IN,) if is_written else parameters
 
 
 def returned(count: int, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> Sequence[Any]:
-    """A backward pass's result for its `count` leaves; with a stand-in, `.grad` is written."""
+    """What backward returns for the `count` leaves of `leaves_of`; with a stand-in, `.grad` is written here."""
     if count == len(parameters):
         return grads
     for parameter, grad in zip(parameters, grads, strict=True):
@@ -199,8 +199,8 @@ def returned(count: int, parameters: Sequence[nn.Parameter], grads: Sequence[Ten
 # --- the parts ---
 
 
-# outputs of one stream's linears, the first three for q, k and v: y [B, S_i, ΣN] without the adapters' part, and the
-# adapters' h, None without
+# a stream's linears, the first three those of q, k and v, and their outputs: y [B, S_i, ΣN] without the adapters' part,
+# and the adapters' h, None without them
 Projected = tuple[LinearGroup, Tensor, Tensor | None]
 
 
@@ -215,7 +215,7 @@ class NormLinears:
     def forward(
         self, kept: Kept, name: str, x: Tensor, scale: Tensor, shift: Tensor | None, saves_x: bool = True
     ) -> Projected:
-        """Run them on x [B, S, D], which is saved under this name; shift None stands for zeros."""
+        """Norm and linears of x [B, S, D], which is saved; shift None stands for zeros."""
         cast, storage = self.linears.input_storage, kept.storage if saves_x else None
         n, codes, code_scale, x_codes, x_scale = norm_modulate_quantize(
             x, scale, shift, self.eps, *cast_by_kernel(cast), *packed_by_kernel(storage), self.weight
@@ -237,24 +237,24 @@ class NormLinears:
         needs_dx: bool = True,
         x: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, list[Tensor]]:
-        """Return dx [B, S, D] in the dtype of x; those of shift and scale, fp32 [B, 2, D]; each adapter's [dA, dB].
+        """Return dx [B, S, D] in the dtype of x; dshift and dscale, fp32 [B, 2, D]; the adapters' gradients.
 
-        `residual` [B, S, D] is added to dx; `x` is given if it was not saved.
+        `residual` [B, S, D], the gradient that passes the part by, is added to dx; `x` is there if it was not saved.
         """
         saved = kept.read(f"{name}x") if x is None else Saved(x, None, PER_GROUP.group_size, x.dtype)
-        (h,) = kept.all(f"{name}h")
-        dh, ups = self.linears.up_gradients(dy, h)
-        downs, of_krons, us = None, [], []
+        (h,) = kept.added(f"{name}h")
+        dh, grad_up = self.linears.up_gradients(dy, h)
+        grad_down, kron_grads, kron_us = None, [], []
         if dh is not None or self.linears.krons:
             n = norm_modulate(saved.x, saved.scale, saved.group_size, scale, shift, self.eps, saved.dtype, self.weight)
-            downs = self.linears.down_gradients(dh, n)
-            of_krons, us = self.linears.kron_gradients(dy, n)
+            grad_down = self.linears.down_gradients(dh, n)
+            kron_grads, kron_us = self.linears.kron_gradients(dy, n)
             del n  # as large as x
-        gradients = [*self.linears.adapter_gradients(downs, ups), *of_krons]
+        gradients = [*self.linears.adapter_gradients(grad_down, grad_up), *kron_grads]
         if not needs_dx:
             return None, None, gradients
-        dn = self.linears.complete_dx(self.linears.dgrad(dy, us=us), dh)
-        del us
+        dn = self.linears.complete_dx(self.linears.dgrad(dy, kron_us=kron_us), dh)
+        del kron_us
         dx, dmodulation = norm_modulate_backward(
             dn, saved.x, saved.scale, saved.group_size, scale, self.eps, residual, saved.dtype, self.weight
         )
@@ -268,19 +268,17 @@ class Attention:
     head_dim: int  # d
     eps: float  # of the RMSNorms
     norms: tuple[Tensor, ...]  # weights [d] of norm_q and norm_k of each stream in turn
-    kv_groups: int = 1  # heads of q for each of k and v, which are repeated for torch's kernels and saved once
+    kv_groups: int = 1  # heads of q for each head of k and v; those are saved once and repeated for torch's kernels
 
     def forward(self, kept: Kept, streams: Sequence[Projected], shared: Shared) -> Tensor:
-        """Return out [B, S, H·d] of streams, text first; y is completed in place if the kernels cannot."""
+        """Return out [B, S, H·d] of streams, text first; adapters' parts are added in place if the kernel cannot."""
         packing = packed_by_kernel(kept.attention)
-        in_kernel = packing[0] != "none"
+        in_kernel = packing[0] != "none" and self.kv_groups == 1
         for _, _, h in streams:
-            in_kernel = in_kernel and h is not None and self.kv_groups == 1
-        ys: list[Tensor] = []
-        hs: list[Tensor] = []
-        ups: list[Tensor] = []
+            in_kernel = in_kernel and h is not None
+        ys, hs, ups = [], [], []
         for linears, y, h in streams:
-            if h is not None and in_kernel:
+            if in_kernel:
                 rows, up = linears.low_rank(h, 0, 3, y.dtype)
                 hs.append(rows)
                 ups.append(up)
@@ -292,7 +290,7 @@ class Attention:
             ys, [], hs, ups, list(self.norms), shared.cos, shared.sin, self.eps, *packing, dtype, self.kv_groups
         )
         for i, y in enumerate(ys):
-            codes, scale = packed[2 * i : 2 * i + 2] if packed else (y, y)
+            codes, scale = packed[2 * i : 2 * i + 2] if packed else (y, y)  # y: not read
             kept.pack(f"qkv{i}", y, kept.attention, codes, scale)
         if self.kv_groups > 1:
             k, v = (x.repeat_interleave(self.kv_groups, dim=2) for x in (k, v))
@@ -304,10 +302,9 @@ class Attention:
     def backward(
         self, kept: Kept, grad: Tensor, out: Tensor, shared: Shared
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor], int, torch.dtype]:
-        """Return [dq, dk, dv] after norm and rotation, and saved q, k, v with their scales; out may be its FP8 copy."""
-        ys: list[Tensor] = []
-        y_scales: list[Tensor] = []
-        for i in range(len(self.norms) // 2):
+        """Return [dq, dk, dv] after norm and rotation; saved [q|k|v] of each stream, scales, group size, dtype."""
+        ys, y_scales = [], []
+        for i in range(len(self.norms) // 2):  # streams
             y, scale, size, dtype = kept.read(f"qkv{i}")
             ys.append(y)
             if scale is not None:
@@ -326,7 +323,7 @@ class Attention:
             k.transpose(1, 2),
             v.transpose(1, 2),
             out.transpose(1, 2),
-            kept.context._replace(tensors=tuple(kept.all("statistics"))),
+            kept.context._replace(tensors=tuple(kept.added("statistics"))),
             shared.mask,
         )
         joint = [dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)]
@@ -335,8 +332,8 @@ class Attention:
         return joint, ys, y_scales, size, dtype
 
 
-# input of a gate's linear, as `LinearGroup.forward` takes it: x [B, S, K], empty where the other two are there; x by
-# the linear's `input_storage`, or None; x Dᵀ, where the maker of x has it
+# arguments of `LinearGroup.forward`: x [B, S, K], or [0] where the other two suffice; x quantized by its
+# `input_storage`, or None; x Dᵀ, or None where x's kernel did not compute it
 LinearInput = tuple[Tensor, Quantized | None, Tensor | None]
 
 
@@ -348,14 +345,14 @@ class GatedLinear:
     norm: tuple[Tensor, float] | tuple[()] = ()
 
     def forward(
-        self, kept: Kept, name: str, residual: Tensor, gate: Tensor, read: LinearInput, trains_gate: bool
+        self, kept: Kept, name: str, residual: Tensor, gate: Tensor, x: LinearInput, trains_gate: bool
     ) -> Tensor:
-        """Return residual + gate·linear(x) [B, S, D]."""
-        result, h = self.linear.forward(*read)
+        """Return residual + gate·norm(linear(x)) [B, S, D]."""
+        result, h = self.linear.forward(*x)
         saves = trains_gate or bool(self.norm)
         packing = packed_by_kernel(kept.storage if saves else None)
         rows = up = None
-        if h is not None and saves and packing[0] == "none":  # a result saved as it is, is saved whole
+        if h is not None and saves and packing[0] == "none":  # no kernel saves the sum
             self.linear.complete(result, h)
         elif h is not None:
             rows, up = self.linear.low_rank(h, 0, 1, result.dtype)
@@ -367,38 +364,38 @@ class GatedLinear:
     def backward(
         self, kept: Kept, name: str, grad: Tensor, gate: Tensor, x: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, list[Tensor]]:
-        """Return dx without the LoRAs' part, dh, every dB, dgate (fp32, None if untrained), and the LoKrs' gradients.
+        """Return dx without the LoRAs' part; dh; dyᵀ h; dgate, fp32 or None; and gradients of LoKr matrices.
 
-        `x` makes the linear's input, which only those need.
+        `x` makes the linear's input, which only the last need. `grad` [B, S, D] is also the residual's gradient.
         """
         saved, cast = kept.read(f"{name}result"), cast_by_kernel(self.linear.grad_storage, "e5m2")
         weight, eps = self.norm or (None, 0.0)
         args = (grad, gate, saved.x, saved.scale, saved.group_size, saved.dtype, *cast)
         dy, codes, code_scale, dgate = gated_sum_backward(*args, weight, eps, self.linear.grad_factors)
         quantized = quantized_by(self.linear.grad_storage, codes, code_scale)
-        (h,) = kept.all(f"{name}h")
-        dh, ups = self.linear.up_gradients(dy, h)
-        of_krons, us = self.linear.kron_gradients(dy, x()) if self.linear.krons else ([], [])
-        dx = self.linear.dgrad(dy, quantized, us)
-        return dx, dh, ups, None if saved.x is None else dgate, of_krons
+        (h,) = kept.added(f"{name}h")
+        dh, grad_up = self.linear.up_gradients(dy, h)
+        kron_grads, kron_us = self.linear.kron_gradients(dy, x()) if self.linear.krons else ([], [])
+        dx = self.linear.dgrad(dy, quantized, kron_us)
+        return dx, dh, grad_up, None if saved.x is None else dgate, kron_grads
 
 
 def activate(
     kept: Kept, projected: Projected, out: Tensor | None, reader: LinearGroup, activation: str, name: str = ""
 ) -> LinearInput:
-    """Compute [out | act(mlp)] from a group's outputs, and save out and mlp; values only if `reader` needs them."""
+    """Return [out | act(mlp)] as `reader` takes it, and save out and mlp; out None: act(mlp) alone."""
     linears, y, h = projected
-    first = 0 if out is None else 3
+    first = 0 if out is None else 3  # parts before the MLP's: q, k, v
     cast, packing = cast_by_kernel(reader.input_storage), packed_by_kernel(kept.storage)
     mlp = y[..., sum(linears.parts[:first]) :]
-    rows = up = product = None
+    rows = up = x_down = None
     if packing[0] == "none":
         linears.complete(y, h, first)
     elif h is not None:
         rows, up = linears.low_rank(h, first, len(linears.parts), y.dtype)
     options = (*cast, *packing, y.dtype, activation)
     if cast[1] != "none" and reader.rank and not reader.krons:
-        product, *packed = mlp_activation_down(out, mlp, rows, up, reader.matrices(y.dtype).down, *options)
+        x_down, *packed = mlp_activation_down(out, mlp, rows, up, reader.matrices(y.dtype).down, *options)
         values = y.new_empty(0)
     else:
         values, *packed = mlp_activation(out, mlp, rows, up, *options)
@@ -406,11 +403,11 @@ def activate(
     if out is not None:
         kept.pack(f"{name}out", out, kept.attention, out_codes, out_scale)
     kept.pack(f"{name}mlp", mlp, kept.storage, mlp_codes, mlp_scale)
-    return values, quantized_by(reader.input_storage, codes, scale), product
+    return values, quantized_by(reader.input_storage, codes, scale), x_down
 
 
 def activation_values(kept: Kept, out: Tensor | None, activation: str, name: str = "") -> Tensor:
-    """[out | act(mlp)] from the mlp that `activate` saved."""
+    """[out | act(mlp)] again, from the mlp that `activate` saved."""
     mlp = kept.values(f"{name}mlp")
     packing = *cast_by_kernel(None), *packed_by_kernel(None)
     values: Tensor = mlp_activation(out, mlp, None, None, *packing, mlp.dtype, activation)[0]
@@ -421,39 +418,38 @@ def activation_values(kept: Kept, out: Tensor | None, activation: str, name: str
 
 
 class Modulation:
-    """The linear of an adaLN, one row per image, in high precision; `silu`: whether that of temb goes into it."""
+    """The linear of an adaLN, one row per image; it reads silu(temb), or temb itself."""
 
     def __init__(self, linear: LinearGroup, silu: bool = True) -> None:
         self.linear, self.silu = linear, silu
         self.temb: Tensor | None = None
-        self.vectors: Tensor | None = None  # of this temb, made by `modulate_ahead`
+        self.vectors: Tensor | None = None  # those of `temb`, made by `modulate_ahead`
 
     def __call__(self, temb: Tensor) -> Tensor:
         """The adaLN vectors of a block, side by side [B, n·D], for temb [B, D]."""
-        vectors, made_of = self.vectors, self.temb
-        self.vectors = self.temb = None
-        if vectors is not None and made_of is temb:
+        vectors, their_temb = self.vectors, self.temb
+        self.vectors = self.temb = None  # for one call
+        if vectors is not None and their_temb is temb:
             return vectors
         x = torch.nn.functional.silu(temb) if self.silu else temb
-        result: Tensor = _Rows.apply(x, self.linear, *leaves_of(self.linear.parameters))
+        result: Tensor = _OneModulation.apply(x, self.linear, *leaves_of(self.linear.parameters))
         return result
 
 
 def modulate_ahead(modulations: Sequence[Modulation], temb: Tensor | None) -> None:
-    """Compute the vectors that these modulations return if their next call is for this temb [B, D].
+    """Compute the vectors that these modulations of a model return if their next call is for this temb [B, D].
 
     Frozen weights multiply one by one, adapters of equal shape as one batched product. Only for blocks that are not
     recomputed, since the graph is built here, and a temb without a gradient.
     """
     if temb is None or temb.requires_grad or not modulations:
         return
-    x = torch.nn.functional.silu(temb) if modulations[0].silu else temb  # of all blocks of a model, or of none
+    x = torch.nn.functional.silu(temb) if modulations[0].silu else temb
     groups: dict[Any, list[Modulation]] = {}
     for modulation in modulations:
         linear = modulation.linear
-        if len(linear.all_adapters) != 1 or linear.krons:
-            continue
-        if linear.strengths is None and linear.input_storage is None:
+        has_one_lora = len(linear.all_adapters) == 1 and not linear.krons
+        if has_one_lora and linear.strengths is None and linear.input_storage is None:
             base = linear.bases[0]
             key = linear.widths, linear.rank, linear.dtype, base.rotations, base.bias is None
             groups.setdefault(key, []).append(modulation)
@@ -463,7 +459,8 @@ def modulate_ahead(modulations: Sequence[Modulation], temb: Tensor | None) -> No
         for modulation in alike:
             linears.append(modulation.linear)
             parameters += modulation.linear.parameters
-        for modulation, vectors in zip(alike, _Together.apply(x, linears, *leaves_of(parameters)), strict=True):
+        results = _AlikeModulations.apply(x, linears, *leaves_of(parameters))
+        for modulation, vectors in zip(alike, results, strict=True):
             modulation.temb, modulation.vectors = temb, vectors
 
 
@@ -477,7 +474,7 @@ def gradient_of_vectors(vectors: Tensor, *parts: Tensor | None) -> Tensor | None
     return torch.cat(gradients, dim=1).to(vectors.dtype)
 
 
-class _Rows(torch.autograd.Function):
+class _OneModulation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: LinearGroup, *leaves: Tensor) -> Tensor:
         storage = linear.input_storage
@@ -493,36 +490,35 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         with without_autocast(grad.device):
             kept, linear, dx = Kept.of(ctx), ctx.linear, None
-            x, h = kept.all("rows")
-            dh, ups = linear.up_gradients(grad, h)
-            of_krons, us = linear.kron_gradients(grad, x)
-            gradients = [*linear.adapter_gradients(linear.down_gradients(dh, x), ups), *of_krons]
+            x, h = kept.added("rows")
+            dh, grad_up = linear.up_gradients(grad, h)
+            kron_grads, kron_us = linear.kron_gradients(grad, x)
+            gradients = [*linear.adapter_gradients(linear.down_gradients(dh, x), grad_up), *kron_grads]
             if ctx.needs_input_grad[0]:
-                dx = linear.complete_dx(linear.dgrad(grad, us=us), dh).to(x.dtype)
+                dx = linear.complete_dx(linear.dgrad(grad, kron_us=kron_us), dh).to(x.dtype)
         return dx, None, *returned(ctx.leaves, linear.parameters, gradients)
 
 
-class _Together(torch.autograd.Function):
-    """Modulations of one shape, each with one adapter: x [B, D] (no gradient), h [n, B, r], U [n, N, r], D [n·r, D]."""
+class _AlikeModulations(torch.autograd.Function):
+    """n modulations of one shape with one LoRA each: x [B, D] (no gradient), h [n, B, r], U [n, N, r], D [n·r, D]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, linears: Sequence[LinearGroup], *leaves: Tensor) -> tuple[Tensor, ...]:
-        ys: list[Tensor] = []
-        downs: list[Tensor] = []
-        ups: list[Tensor] = []
+        ys, downs, ups = [], [], []
         parameters: list[nn.Parameter] = []
         outputs, inputs = linears[0].bases[0].rotations
         is_rotated = outputs * inputs > 1  # INT8 weights
-        read = rotate(x, inputs) if is_rotated else x
+        rotated = rotate(x, inputs) if is_rotated else x
         for linear in linears:
             base = linear.bases[0]
-            y = base.rotated_product(read) if is_rotated else base.forward(x, None)
+            y = base.rotated_product(rotated) if is_rotated else base.forward(x, None)
             down, up = linear.matrices(y.dtype)
             ys.append(y)
             downs.append(down)
             ups.append(up)
             parameters += linear.parameters
-        h = (x.to(y.dtype) @ torch.cat(downs).t()).unflatten(1, (-1, linears[0].rank)).transpose(0, 1)
+        h = x.to(ys[0].dtype) @ torch.cat(downs).t()
+        h = h.unflatten(1, (-1, linears[0].rank)).transpose(0, 1)
         kept = Kept()
         kept.add("rows", x, h)
         kept.save(ctx, parameters)
@@ -539,16 +535,16 @@ class _Together(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         with without_autocast(grads[0].device):
             kept, linears = Kept.of(ctx), ctx.linears
-            x, h = kept.all("rows")
+            x, h = kept.added("rows")
             dy, ups = torch.stack(grads).to(h.dtype), []
             for linear in linears:
                 ups.append(linear.matrices(h.dtype).up)
             dh = (dy @ torch.stack(ups)).transpose(0, 1).flatten(1)
-            downs = product(dh.t(), x.to(h.dtype), linears[0].dtype).split(linears[0].rank)
-            of_ups = product(dy.transpose(1, 2), h, linears[0].dtype)
+            grad_downs = product(dh.t(), x.to(h.dtype), linears[0].dtype).split(linears[0].rank)
+            grad_ups = product(dy.transpose(1, 2), h, linears[0].dtype)
             gradients: list[Tensor] = []
-            for linear, down, up in zip(linears, downs, of_ups, strict=True):
+            for linear, grad_down, grad_up in zip(linears, grad_downs, grad_ups, strict=True):
                 adapter = linear.all_adapters[0]
-                gradients.append(down if adapter.factor == 1.0 else down * adapter.factor)
-                gradients.append(up.to(adapter.up.dtype))
+                gradients.append(grad_down if adapter.factor == 1.0 else grad_down * adapter.factor)
+                gradients.append(grad_up.to(adapter.up.dtype))
         return None, None, *returned(ctx.leaves, ctx.parameters, gradients)
