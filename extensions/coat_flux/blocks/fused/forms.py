@@ -9,13 +9,11 @@ Single block: one stream over the tokens of text and image, attention and MLP si
 
     y = x + gate·linear([attention(q, k, v) | act(mlp)]),   q, k, v, mlp = linears(LayerNorm(x)·(1 + scale) + shift)
 
-Stream block: one stream over all tokens, attention and MLP in turn, with norms before its linears, in some models
-(Z-Image) also after them, and in some (Krea 2) with a gate g on attention's out:
+Stream block: one stream over all tokens, with norms before its linears, in some models (Z-Image) also after them, and
+in some (Krea 2) with a gate g on attention's out:
 
     x1 = x + gate·norm(linear(attention(q, k, v)·sigmoid(g))),   q, k, v, g = linears(RMSNorm(x)·(1 + scale) + shift)
     y = x1 + gate·norm(linear(silu(a)·b)),                       a, b = linears(RMSNorm(x1)·(1 + scale) + shift)
-
-`out` is attention's result; `grad_up`, `grad_down` and `kron_grads` are those of a linear's adapters (see `linears`).
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ from .parts import (
 )
 
 GELU, SWIGLU = "gelu_tanh", "silu_and_mul"  # as `coat_core.ops.gelu` names them
-NO_ROTATION = torch.empty(0), torch.empty(0)  # what a reader passes for the rotary tables of a model without them
+NO_ROTATION = torch.empty(0), torch.empty(0)  # the rotary tables of models without any
 Tensors = Sequence[Tensor]
 Gradients = tuple[list[Tensor | None], list[Tensor]]  # of a block's inputs, and of its adapters' matrices
 
@@ -67,7 +65,7 @@ class Reader:
     arguments: tuple[str, ...]  # names of the forward's arguments; a block with others is not fused
     processor: str = ""  # class of diffusers' attention processor; empty where the blocks have none
     heads: tuple[str, str] = ("attn.heads", "attn.inner_dim")  # where a block has their number and total width
-    of_text: bool = False  # these blocks run before all others, on text alone; nothing is measured on them
+    of_text: bool = False  # these run before all others, on text alone; nothing is measured on them
     image_first: bool = False  # the block returns (image, text), not (text, image)
     call: Callable[..., Call]  # the block's arguments, by position → `Call`; or NotFusable
     # (block, join) → its fused form; or NotFusable. `join` makes one matrix of weights that read the same tensor
@@ -84,13 +82,13 @@ def shared_of(rotary: Rotary | None, kwargs: Any = None, mask: Tensor | None = N
 
 
 class Form:
-    """A fused block, called with the block's own arguments. Subclasses define the two passes.
+    """A fused block, called with the block's own arguments.
 
-    `inputs` are x of each stream, then each stream's modulation vectors; `needs`: which of them need a gradient.
+    `inputs` are x of each stream, then the modulations; `needs`: which of them need a gradient.
     `forward` returns the outputs and saves in `kept` what backward reads; `backward` returns all gradients.
     """
 
-    reader: Reader  # this and `saving` are set by `chooser.fused_block`
+    reader: Reader  # set by `fused_block`, as is `saving`
     saving: Saving
     attention: Attention
 
@@ -98,6 +96,7 @@ class Form:
         parts: list[Any] = []
         for value in vars(self).values():
             parts += vars(value).values() if isinstance(value, Stream) else [value]
+
         self.groups: list[LinearGroup] = []  # all linears but the modulations'
         self.modulations: list[Modulation] = []  # the block's own
         for part in parts:
@@ -132,7 +131,7 @@ class Form:
         return (image, text) if self.reader.image_first else (text, image)
 
 
-@functools.cache  # no entry is ever dropped: captured graphs go on reading these tensors
+@functools.cache  # for good: captured graphs read these tensors
 def _no_rotation(tokens: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cos and sin [tokens, d] of angle 0."""
     cos = torch.ones(tokens, head_dim, device=device)
@@ -208,10 +207,7 @@ class Stream:
     def finish_backward(
         self, kept: Kept, name: str, grad: Tensor, out: Tensor | None, modulation: Sequence[Any]
     ) -> tuple[Tensor, Tensor, list[Tensor | None], list[Tensor]]:
-        """Gradients of x, of attention's out, of gate, MLP shift and scale, MLP gate (fp32), and of each adapter.
-
-        `out` None is dequantized from `kept` only where it is needed.
-        """
+        """Gradients of x, of attention's out, of gate, MLP shift and scale, MLP gate (fp32), and of each adapter."""
         if self.output is None or self.mlp_in is None or self.mlp_out is None:
             zeros = torch.zeros_like(out)
             return zeros, zeros, [], []
@@ -233,7 +229,8 @@ class Stream:
             del x, result
         dx, dnorm, mlp_in_grads = self.mlp_in.backward(kept, f"{name}mlp_in_", dmlp, grad, scale, shift, x=x1)
         del dmlp, x1
-        attended = kept.values("out") if out is None else out
+
+        attended = kept.values("out") if out is None else out  # None: a stream block's
         if self.gates_out:
             attended = attended * kept.values("out_gate").sigmoid()
         linear = self.output.linear
@@ -288,7 +285,7 @@ class DoubleBlock(Form):
     def backward(self, kept: Kept, shared: Shared, grads: Tensors, needs: Sequence[bool]) -> Gradients:
         """See `Form`."""
         out, vectors = kept.values("out"), kept.added("modulation")
-        outs = out.tensor_split([-grads[1].shape[1]], dim=1)  # grads[0] has no tokens where the text stream ends
+        outs = out.tensor_split([-grads[1].shape[1]], dim=1)  # grads[0] is [0] if the text stream ends
         streams = (("text_", self.text), ("image_", self.image))
         modulations, finished = [], []
         for i, (name, stream) in enumerate(streams):
@@ -301,6 +298,7 @@ class DoubleBlock(Form):
         norms, eps = list(self.attention.norms), self.attention.eps
         dys = qkv_rope_backward(joint, ys, y_scales, norms, shared.cos, shared.sin, eps, size, dtype)
         del joint
+
         dxs, vector_grads = [], []
         parameter_grads: list[Tensor] = []
         for i, (name, stream) in enumerate(streams):
@@ -450,6 +448,7 @@ class StreamBlock(Form):
         vectors = self._vectors(grads[0], modulation)
         shift, scale, *_ = vectors
         dx, dout, gate_grads, finish_grads = stream.finish_backward(kept, "", grads[0], None, vectors)
+
         out, dgate_out = kept.values("out"), None
         if stream.gates_out:
             sigmoid = kept.values("out_gate").sigmoid()
@@ -465,6 +464,7 @@ class StreamBlock(Form):
             dy = torch.cat([dy, dgate_out], dim=-1)
             del dgate_out
         dx, dnorm, inputs_grads = stream.inputs.backward(kept, "in_", dy, dx, scale, shift, any(needs))
+
         dxs = [dx]
         if modulation:
             dgate, dnorm_mlp, dgate_mlp = gate_grads

@@ -6,7 +6,7 @@ adapters share one down-projection.
     h  = s · x Dᵀ                        D: every A · factor, one above the other
     y  = x Wᵀ + b  (+ h_i U_iᵀ)          each linear's columns of y with its own columns of h; U: every B
     dx = dy W  (+ dh D)                  dh_i = s · dy_i U_i
-    dA = factor · dhᵀ x,  dB = dy_iᵀ h_i                 of all adapters: `grad_down` = dhᵀ x, `grad_up` = dyᵀ h
+    dA = factor · dhᵀ x,  dB = dy_iᵀ h_i                 `grad_down` is dhᵀ x, `grad_up` dyᵀ h
 
 s is 1, or the adapter strength of the row's image. Adapters multiply in the dtype of y. The terms in parentheses
 are left to the kernels that read y or dx (arguments `h`, `U` and `dh`, `D`); others call `complete`. A LoKr is
@@ -71,15 +71,16 @@ class FrozenLinear:
         bias: Tensor | None,
         config: FP8LinearConfig | None = None,
         in_fp8: bool = False,  # whether to multiply in FP8; False multiplies by the dequantized weight
-        adopted: nn.Module | None = None,  # a linear that ai-toolkit quantized its own way (`quantized.adopt`)
+        adopted: nn.Module | None = None,  # a linear that ai-toolkit quantized (`quantized.adopt`)
     ) -> None:
         self.weight, self.bias, self.config, self.in_fp8, self.adopted = weight, bias, config, in_fp8, adopted
         self.input_storage: Storage | None = None  # of x in the GEMM; None in high precision
-        self.grad_storage: Storage | None = None  # of dy · `grad_factors` in dgrad's GEMM, if its producer can cast it
+        self.grad_storage: Storage | None = None  # of dy · `grad_factors`, if the producer of dy can cast it
         self.grad_factors: Tensor | None = None  # the weight's row scales, fp32 [N]
         self.rotations = weight.rotations if isinstance(weight, StoredWeight) else (1, 1)  # of y and x
         self._fprop_weight = weight
         self._unit: Tensor | None = None  # see `dgrad`
+
         if config is None or not in_fp8:
             return
         self.input_storage = input_storage(config)
@@ -89,14 +90,14 @@ class FrozenLinear:
                 rows, width = weight.shape
                 self._fprop_weight = weight._replace(scale=row_scale(weight.scale, rows))
                 self._unit = row_scale(unit_scale(weight.scale), width)
-        elif config.weight_granularity == "per_row":  # quantized at each use: the producer of dy has no row scales
+        elif config.weight_granularity == "per_row":  # made at each use: the producer of dy has none
             return
         if config.grad_format != "bf16":
             self.grad_storage = Storage(config.grad_format, self.input_storage.granularity)
 
     def forward(self, x: Tensor, quantized: Quantized | None) -> Tensor:
         """Return x Wᵀ + b; `quantized` is x by `input_storage`, None if that is None."""
-        if self.adopted is not None:  # x of tokens is quantized as in training, a modulation's [B, K] if it trains
+        if self.adopted is not None:  # tokens are quantized as in training, rows [B, K] if x trains
             return own_product(self.adopted, x, x.ndim > 2 or x.requires_grad)
         weight = self._fprop_weight
         if isinstance(weight, Tensor):
@@ -164,6 +165,7 @@ def _joined(modules: Sequence[Any], bases: Sequence[Any]) -> Sequence[Any]:
     scale = torch.cat(scales)
     if first.rotations[0] not in (1, rotation_size(len(scale))):  # INT8: the joined rows would be in other blocks
         return bases
+
     buffers = {name: join_buffers(modules, name, dim) for name, dim in OUTPUT_DIM.items()}
     bias = None if first.bias is None else torch.cat([base.bias for base in bases])
     return [FrozenLinear(as_stored(buffers, scale, first.config), bias, first.config, first.in_fp8)]
@@ -191,12 +193,12 @@ def join_buffers(modules: Sequence[nn.Module], name: str, dim: int) -> Tensor | 
 
 
 def cast_by_kernel(storage: Storage | None, fmt: str = "e4m3") -> tuple[str, str]:
-    """A kernel's arguments `fmt` and `granularity`, to quantize its output by `storage`; "none" if that is None."""
+    """A kernel's arguments `fmt` and `granularity` for its output's `storage`; "none" if that is None."""
     return (fmt, "none") if storage is None else (storage.format, storage.granularity.name)
 
 
 def quantized_by(storage: Storage | None, codes: Tensor, scale: Tensor) -> Quantized | None:
-    """The codes and scale of a kernel called with `cast_by_kernel(storage)`; None without a storage."""
+    """The codes and scale of a kernel called with `cast_by_kernel(storage)`."""
     return None if storage is None else Quantized(codes, scale, storage.granularity)
 
 
@@ -208,7 +210,6 @@ def quantized_by(storage: Storage | None, codes: Tensor, scale: Tensor) -> Quant
 #     U = dY W2,   dX += W1ᵀ U,   dW1 = Σ U Xᵀ,   dW2 = Σ dYᵀ V,   V = W1 X
 #
 # Two products of about 1/c of the linear's in backward, and one in forward; those with W1 are small. Only x is saved.
-# A matrix that is a product of two is multiplied out, as in the adapter's own forward.
 # x [..., c·d], y [..., a·b] (or a slice of its columns), W1 [a, c], W2 [b, d], Z [T, c, b], U and V [T, a, d].
 
 
@@ -235,6 +236,7 @@ def kronecker_gradients(dy: Tensor, x: Tensor, adapter: KroneckerAdapter) -> tup
     for u_part, x_part in zip(u.split(step), x_matrices.split(step), strict=True):
         grad_first += product(u_part, x_part.transpose(1, 2), grad_first.dtype).sum(0)
     grad_first *= adapter.factor
+
     gradients: list[Tensor] = []
     for grad, factors in ((grad_first, adapter.first), (grad_second, adapter.second)):
         if len(factors) == 1:
@@ -286,14 +288,14 @@ class LinearGroup:
         if len(bases) == 1:
             self.grad_storage, self.grad_factors = bases[0].grad_storage, bases[0].grad_factors
         self.copies: Copies | None = None  # made by `AdapterCopies`; without it the matrices are cast at each use
-        self._columns = list(pairwise(accumulate(parts, initial=0)))  # of each part in y: start and stop
+        self._columns = list(pairwise(accumulate(parts, initial=0)))  # of each part in y
 
     def forward(
         self, x: Tensor, quantized: Quantized | None, x_down: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return y [..., ΣN] without the LoRAs' part, and h (None without them).
 
-        `quantized` is x [..., K] by `input_storage`, `x_down` x Dᵀ [..., n·r]; with both, only the dtype of x is read.
+        `quantized` is x [..., K] by `input_storage`, `x_down` x Dᵀ [..., n·r]; with both, x gives its dtype.
         """
         outputs: list[Tensor] = []
         for base in self.bases:
@@ -309,7 +311,7 @@ class LinearGroup:
         return y, h
 
     def low_rank(self, h: Tensor, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Arguments of a kernel that adds h Uᵀ to parts `start` to `stop`: r columns of h for each; their rows of U."""
+        """For a kernel that adds h Uᵀ to parts `start` to `stop`: r columns of h for each, and their rows of U."""
         up = self.matrices(dtype).up[self._columns[start][0] : self._columns[stop - 1][1]]
         if len(self.widths) > 1:
             return h[..., start * self.rank : stop * self.rank], up
@@ -425,6 +427,7 @@ def read_group(modules: Sequence[Any], join: bool, parts: tuple[int, ...] = ()) 
         linears.append(linear)
         adapters.append(own)
         loras.append(tuple(each for each in own if isinstance(each, PlainAdapter)))
+
     if len({id(adapter.strengths) for adapter in chain.from_iterable(loras)}) > 1:
         raise NotFusable("LoRAs whose strengths per image are not the same")
     bases = tuple(map(read_frozen, linears))
@@ -464,6 +467,7 @@ class AdapterCopies:
         sizes = [math.prod(shape) for shape in shapes]
         buffer = torch.zeros(sum(sizes), dtype=dtype, device=self.groups[0].parameters[0].device)
         pieces = [piece.view(shape) for piece, shape in zip(buffer.split(sizes), shapes, strict=True)]
+
         for group, down, up in zip(self.groups, pieces[::2], pieces[1::2], strict=True):
             group.copies = Copies(down, up)
             of_linears = zip(down.split(group.rank), up.split(group.widths), group.adapters, strict=True)

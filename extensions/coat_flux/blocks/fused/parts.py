@@ -1,14 +1,13 @@
-"""The parts that a block's forward and backward passes are made of; a block is one autograd function (`forms`).
+"""The parts of a block's forward and backward passes (`forms`).
 
     NormLinears    n = norm(x)·(1 + scale) + shift,   y = n Wᵀ + b                  saves x, and the adapters' h
     Attention      out = attention(rotate(RMSNorm(q)), rotate(RMSNorm(k)), v)       saves q, k, v and its statistics
-    GatedLinear    y = residual + gate·(x Wᵀ + b), or gate·RMSNorm(x Wᵀ + b)        saves the linear's result
+    GatedLinear    y = residual + gate·(x Wᵀ + b), or gate·RMSNorm(x Wᵀ + b)        saves x Wᵀ + b if it needs it
     Modulation     [shift | scale | gate …] = silu(temb) Wᵀ + b                     one row per image
 
 Autograd would hold every tensor an operator reads and accumulate gradients in separate kernels. Here a part saves
 tensors by name (`Kept`), the large ones in FP8, and kernels add gradients as they go. n is quantized on the fly;
-backward recomputes it from the FP8 x for dA and the norm's gradient. q, k and v are saved before norm and rotation;
-attention's log-sum-exp exactly. A gated linear saves its result only for a trained gate or a norm.
+backward recomputes it from the FP8 x for dA and the norm's gradient. q, k and v are saved before norm and rotation.
 
 As leaves of the graph, FLUX.1-dev's 988 adapter matrices cost a tenth of a step's host time: one autograd node
 each. Inside `written_gradients` a block returns one stand-in tensor and adds their gradients to `.grad` itself.
@@ -58,13 +57,13 @@ class Shared(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A block's inputs in any model; of `temb` and `vectors` it has one, or neither if it is not modulated."""
+    """A block's inputs in any model."""
 
     image: Tensor  # [B, S, D]
     text: Tensor | None  # [B, T, D]; None where `image` has the tokens of both, text first
     shared: Shared  # of the tokens of both, text first
     temb: Tensor | None = None  # [B, D], for the block's own modulations
-    vectors: tuple[Tensor, ...] = ()  # shifts, scales, gates side by side [B, n·D], one tensor a stream, text first
+    vectors: tuple[Tensor, ...] = ()  # or its vectors [B, n·D], of each stream, text first
 
 
 # --- saved tensors ---
@@ -98,7 +97,7 @@ class Kept:
         self.attention = self.storage if saving.attention == "fp8" else None  # of q, k, v and out
         self.context: AttentionContext | None = None  # without its tensors
         self._places: dict[str, slice] = {}  # in `_tensors`
-        self._stored: dict[str, tuple[Storage | None, torch.dtype]] = {}  # and the dtype before it was quantized
+        self._stored: dict[str, tuple[Storage | None, torch.dtype]] = {}  # and its dtype
         self._tensors: list[Any] = []
 
     def add(self, name: str, *tensors: Tensor | None) -> None:
@@ -142,7 +141,7 @@ class Kept:
         return tensors[0] if storage is None else dequantize(tensors[0], tensors[1], storage.granularity, dtype)
 
     def save(self, ctx: Any, watched: Sequence[Tensor]) -> None:
-        """Hand all tensors to autograd, which detects in-place changes; those of `watched` are detected by version."""
+        """Hand all tensors to autograd, which detects in-place changes; of `watched` it compares versions."""
         ctx.save_for_backward(*self._tensors)
         self._tensors = []
         ctx.kept, ctx.watched, ctx.versions = self, watched, list(map(_version, watched))
@@ -239,7 +238,7 @@ class NormLinears:
     ) -> tuple[Tensor | None, Tensor | None, list[Tensor]]:
         """Return dx [B, S, D] in the dtype of x; dshift and dscale, fp32 [B, 2, D]; the adapters' gradients.
 
-        `residual` [B, S, D], the gradient that passes the part by, is added to dx; `x` is there if it was not saved.
+        `residual` [B, S, D] is added to dx; `x` is there if it was not saved.
         """
         saved = kept.read(f"{name}x") if x is None else Saved(x, None, PER_GROUP.group_size, x.dtype)
         (h,) = kept.added(f"{name}h")
@@ -332,8 +331,8 @@ class Attention:
         return joint, ys, y_scales, size, dtype
 
 
-# arguments of `LinearGroup.forward`: x [B, S, K], or [0] where the other two suffice; x quantized by its
-# `input_storage`, or None; x Dᵀ, or None where x's kernel did not compute it
+# arguments of `LinearGroup.forward`: x [B, S, K], [0] if the other two suffice; x by `input_storage`, or None; x Dᵀ,
+# or None if the kernel that made x has not computed it
 LinearInput = tuple[Tensor, Quantized | None, Tensor | None]
 
 
@@ -366,7 +365,7 @@ class GatedLinear:
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, list[Tensor]]:
         """Return dx without the LoRAs' part; dh; dyᵀ h; dgate, fp32 or None; and gradients of LoKr matrices.
 
-        `x` makes the linear's input, which only the last need. `grad` [B, S, D] is also the residual's gradient.
+        `x` makes the linear's input, which only the last need.
         """
         saved, cast = kept.read(f"{name}result"), cast_by_kernel(self.linear.grad_storage, "e5m2")
         weight, eps = self.norm or (None, 0.0)
@@ -385,7 +384,7 @@ def activate(
 ) -> LinearInput:
     """Return [out | act(mlp)] as `reader` takes it, and save out and mlp; out None: act(mlp) alone."""
     linears, y, h = projected
-    first = 0 if out is None else 3  # parts before the MLP's: q, k, v
+    first = 0 if out is None else 3  # after q, k, v
     cast, packing = cast_by_kernel(reader.input_storage), packed_by_kernel(kept.storage)
     mlp = y[..., sum(linears.parts[:first]) :]
     rows = up = x_down = None
