@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from coat_core.autograd import checkpoint_records
 
-SWITCHES = ("enable_gradient_checkpointing", "gradient_checkpointing_enable")
+SWITCHES = ("enable_gradient_checkpointing", "gradient_checkpointing_enable")  # methods of models
 FLAG = "gradient_checkpointing"
-# what compiles the frames called now; None or False outside a compiled module
-_compiler = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+# returns what compiles the functions called now; None or False outside a compiled module
+_frame_compiler = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 
 
 @functools.cache
@@ -35,18 +35,18 @@ class BlockHook:
         self,
         block: nn.Module,
         run: Callable[..., Any],  # receives arguments by position as far as forward names them
-        on_host: Callable[[nn.Module], None],  # called with a block inside a checkpoint of its model: it runs unchanged
+        checkpointed: Callable[[nn.Module], None],  # called with a block in a checkpoint, which runs it unchanged
         ready: Callable[[nn.Module], None] | None,  # called with the block before it runs, also without gradients
     ):
-        self.before = vars(block).get("forward")
-        self.run, self._block, self._on_host, self._ready = run, block, on_host, ready
-        places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self.before = vars(block).get("forward")  # None: the class's
+        self.run, self._block, self._checkpointed, self._ready = run, block, checkpointed, ready
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         parameters = inspect.signature(block.forward).parameters.values()
-        self._named = [(each.name, each.default) for each in parameters if each.kind in places]
+        self._positional = [(each.name, each.default) for each in parameters if each.kind in positional]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block."""
-        compiling = torch.compiler.is_dynamo_compiling() or _compiler()
+        compiling = torch.compiler.is_dynamo_compiling() or _frame_compiler()
         if compiling and (torch.is_grad_enabled() or self._ready is not None):
             # the trainer has compiled the block around us: a runner's decisions cannot be traced
             return torch.compiler.disable(self)(*args, **kwargs)
@@ -55,16 +55,16 @@ class BlockHook:
         if not torch.is_grad_enabled():
             return self.own()(*args, **kwargs)
         if checkpoint_records():
-            self._on_host(self._block)
+            self._checkpointed(self._block)
             return self.own()(*args, **kwargs)
-        for name, default in self._named[len(args) :]:
+        for name, default in self._positional[len(args) :]:  # keywords become positional
             if not kwargs or (name not in kwargs and default is inspect.Parameter.empty):
                 break
             args += (kwargs.pop(name, default),)
         return self.run(self._block, *args, **kwargs)
 
     def own(self) -> Callable[..., Any]:
-        """The forward that was there, whatever has been wrapped around this one since."""
+        """The forward under this hook, whatever has been wrapped around it since."""
         return self.before or type(self._block).forward.__get__(self._block)  # FSDP2 changes the block's class
 
 
@@ -72,18 +72,18 @@ def take_over(
     model: nn.Module,
     blocks: Iterable[nn.Module],
     run: Callable[..., Any],
-    on_host: Callable[[nn.Module], None],
+    checkpointed: Callable[[nn.Module], None],
     ready: Callable[[nn.Module], None] | None = None,
 ) -> None:
-    """Put a hook on each block, in place of all there, and switch the model's own recomputation off."""
+    """Hook these blocks and no others, and switch the model's own recomputation off."""
     for module in model.modules():
         release(module)
     for block in blocks:
-        block.forward = BlockHook(block, run, on_host, ready)  # type: ignore[method-assign]
+        block.forward = BlockHook(block, run, checkpointed, ready)  # type: ignore[method-assign]
     for module in model.modules():
         if getattr(module, FLAG, False):
             setattr(module, FLAG, False)
-        for name in SWITCHES:  # a trainer may turn them again
+        for name in SWITCHES:  # a trainer may call them later
             if hasattr(module, name):
                 setattr(module, name, lambda *_, **__: None)
 
@@ -110,11 +110,11 @@ def own_forward(block: nn.Module) -> Callable[..., Any]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether the module has hooks of its own."""
+    """Whether torch's hooks are registered on the module."""
     forward = module._forward_hooks or module._forward_pre_hooks
     return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
 
 def first_tensor(args: tuple[Any, ...]) -> Tensor:
-    """The first of a block's arguments that is a tensor: hidden states."""
+    """A block's hidden states: the first argument that is a tensor."""
     return next((x for x in args if isinstance(x, Tensor)), torch.empty(0))
