@@ -1,7 +1,7 @@
 """FLUX.1: dev, schnell, Krea, Kontext, Fill, Flex.
 
 Sources: diffusers models/transformers/transformer_flux.py, whose arithmetic the fused blocks follow to the rounding;
-names of the original: diffusers scripts/convert_flux_to_diffusers.py; the models' published config.json files.
+scripts/convert_flux_to_diffusers.py (the original's names); the models' published config.json files.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def make_flux_dev_geometry(
 ) -> FluxTransformer2DModel:
     """Build a FLUX.1-dev sized transformer with random weights directly on `device`, frozen and in eval mode.
 
-    Modules get memory one at a time, so nothing beyond the model's own bytes (23.8 GB in bf16) is allocated, and
-    nothing on `meta`. Linears are N(0, 1/fan-in), biases 0, norms 1. `overrides` change the config's entries.
+    Parameters are made one by one, so nothing beyond the model's own bytes (23.8 GB in bf16; none on `meta`) is
+    allocated. Weights are N(0, 1/fan-in), biases 0, norms 1. `overrides` change entries of the config.
     """
     from diffusers import FluxTransformer2DModel
 
