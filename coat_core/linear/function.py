@@ -73,7 +73,7 @@ OUTPUT_DIM = {CODES: 0, BLOCK_SCALES: 0, TRANSPOSED: 1}
 
 
 class StoredWeight(NamedTuple):
-    """Views of a module's buffers: W, or of int8 H W H, is (decoded) codes · scale."""
+    """Views of a module's buffers: (decoded) codes · scale is W, or H W H for INT8."""
 
     codes: Tensor  # FP8 or INT8 [N, K]; of nvfp4, uint8 [N, K/2]
     scale: Tensor  # fp32 [] or [N, 1]
@@ -88,7 +88,7 @@ class StoredWeight(NamedTuple):
 
     @property
     def rotations(self) -> tuple[int, int]:
-        """Rows and columns rotated together (`int8.py`); 1: none."""
+        """Sizes of the blocks in which rows and columns are rotated (`int8.py`); 1: none."""
         if self.codes.dtype != INT8.dtype:
             return 1, 1
         n, k = self.shape
@@ -99,7 +99,7 @@ class StoredWeight(NamedTuple):
         return self.codes if self.block_scales is None else decode_nvfp4(self.codes, self.block_scales, False)
 
     def for_dgrad(self) -> Tensor:
-        """Return FP8 or INT8 codes [K, N]; contiguous where they are decoded, or there is such a copy."""
+        """Return FP8 or INT8 codes [K, N], contiguous unless they are a view of `codes`."""
         if self.block_scales is not None:
             return decode_nvfp4(self.codes, self.block_scales, True)
         return self.codes.t() if self.transposed is None else self.transposed
@@ -126,7 +126,7 @@ def quantize_weight(weight: Tensor, config: FP8LinearConfig) -> StoredWeight:
 
 
 def weight_buffers(weight: Tensor | StoredWeight, config: FP8LinearConfig) -> dict[str, Tensor]:
-    """A module's buffers of W [N, K], which is quantized unless it is already."""
+    """The buffers that store W [N, K], by name; it is quantized unless it is already."""
     stored = weight if isinstance(weight, StoredWeight) else quantize_weight(weight, config)
     buffers = {CODES: stored.codes.view(torch.uint8), SCALE: stored.scale.view(torch.int32)}
     if stored.block_scales is not None:
@@ -152,7 +152,7 @@ def drop_weight(module: nn.Module) -> None:
 
 
 def load_weight(module: nn.Module, config: FP8LinearConfig) -> StoredWeight:
-    """The registered weight, as views."""
+    """The weight that `store_weight` registered, as views."""
     bits = module._buffers[SCALE]
     assert bits is not None
     return as_stored(module._buffers, bits.view(torch.float32), config)
@@ -171,8 +171,8 @@ def as_stored(buffers: Mapping[str, Tensor | None], scale: Tensor, config: FP8Li
     assert codes is not None
     if config.weight_format == NVFP4:
         return StoredWeight(codes, scale, None, buffers[BLOCK_SCALES])
-    kind = product_format(config.weight_format).dtype
-    return StoredWeight(codes.view(kind), scale, None if transposed is None else transposed.view(kind))
+    dtype = product_format(config.weight_format).dtype
+    return StoredWeight(codes.view(dtype), scale, None if transposed is None else transposed.view(dtype))
 
 
 @functools.lru_cache(maxsize=256)
@@ -199,9 +199,9 @@ def keep_transposed(module: nn.Module, config: FP8LinearConfig) -> None:
 class TrainedCodes:
     """The FP8 codes of a weight being trained: cast once per version of the weight, or at each use.
 
-    Between two optimizer steps all micro-batches, their recomputation and dgrad can read one cast of W: 1 byte per
-    element. A version is the parameter's storage and autograd's count of in-place changes, plus every optimizer step:
-    fused AdamW and writes through `param.data` do not count in autograd.
+    Between two optimizer steps all micro-batches, their recomputation and dgrad can read one cast of W. A version is
+    the parameter's storage and autograd's count of in-place changes, plus every optimizer step: fused AdamW and writes
+    through `param.data` do not count in autograd.
 
     Not counted: other writes through `.data`, replays of a CUDA graph that holds the optimizer's step, and FSDP2, which
     gathers a weight into the same storage. Call `forget_codes` after each, or leave `cache_weight` off.
@@ -220,9 +220,11 @@ class TrainedCodes:
         is_recorded = torch.compiler.is_compiling() or (weight.is_cuda and torch.cuda.is_current_stream_capturing())
         if is_recorded or torch.is_inference_mode_enabled() or weight.is_inference():
             return quantize_weight(weight, config)  # inference tensors count no changes, and cannot be saved later
-        storage = StorageWeakRef(weight.untyped_storage())  # of an address that is not used again while we hold it
-        forms = config.weight_format, config.weight_granularity
-        made_from = storage, weight.storage_offset(), weight._version, weight.dtype, forms
+
+        storage = StorageWeakRef(weight.untyped_storage())  # holds the address: no other storage can get it
+        stored_as = config.weight_format, config.weight_granularity
+        made_from = storage, weight.storage_offset(), weight._version, weight.dtype, stored_as
+
         if self.codes is None or self.scale is None or self._made_from != made_from:
             _register_once(_count_optimizer_step)
             self.forget()  # the old codes first, so that there is never a second copy
@@ -242,9 +244,9 @@ class TrainedCodes:
 def forget_codes(model: nn.Module) -> None:
     """Free the codes of a model's trained FP8 linears after changes that `TrainedCodes` does not count."""
     for module in model.modules():
-        kept = vars(module).get("trained_codes")
-        if isinstance(kept, TrainedCodes):
-            kept.forget()
+        codes = vars(module).get("trained_codes")
+        if isinstance(codes, TrainedCodes):
+            codes.forget()
 
 
 _register_once = functools.cache(register_optimizer_step_post_hook)
@@ -260,7 +262,7 @@ def _count_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 @functools.cache
 def input_storage(config: FP8LinearConfig) -> Storage:
-    """How the GEMM's input x is stored."""
+    """Format and granularity of x in the GEMM."""
     return Storage(config.input_format, Granularity(config.input_granularity))
 
 
@@ -284,10 +286,21 @@ def fp8_gemm_obstacle(device: torch.device, config: FP8LinearConfig) -> str | No
     return None
 
 
+def wants_fp8_gemm(device: torch.device, config: FP8LinearConfig) -> bool:
+    """Whether this device multiplies in FP8; RuntimeError if it cannot and `config.fallback` is "error"."""
+    if not config.use_fp8_gemm:
+        return False
+    obstacle = fp8_gemm_obstacle(device, config)
+    if obstacle is not None and config.fallback == "error":
+        raise RuntimeError(f"fallback='error': {obstacle}; set fallback: bf16 or change the formats")
+    return obstacle is None
+
+
 def _rows(x: Tensor) -> Tensor:
+    """View x [..., K] as [M, K], with less work for torch than a reshape."""
     if x.ndim == 2:
         return x
-    return x.flatten(0, -2) if x.ndim > 2 else x.unsqueeze(0)  # less work for torch than a reshape
+    return x.flatten(0, -2) if x.ndim > 2 else x.unsqueeze(0)
 
 
 def multiply(
@@ -299,15 +312,12 @@ def multiply(
     forward: bool = False,
     rotation: int = 1,
 ) -> Tensor:
-    """Return (a)(weight · scale)ᵀ + bias, [..., N], in INT8 rotated in blocks of `rotation` before the bias.
-
-    It is not a view, which could not leave an autograd function.
-    """
+    """Return (a)(weight · scale)ᵀ + bias, [..., N], in INT8 rotated before the bias; `forward` as in `scaled_mm`."""
     lead = a.codes.shape[:-1]
     a_scale = _rows(a.scale) if a.scale.ndim else a.scale
     args = (_rows(a.codes), a_scale, weight, scale, bias, dtype, forward)
     out: Tensor = int8_mm(*args, rotation) if weight.dtype == INT8.dtype else scaled_mm(*args)
-    if len(lead) != 1:
+    if len(lead) != 1:  # no view can leave an autograd function
         out = torch.ops.aten._unsafe_view.default(out, (*lead, out.shape[-1]))
     return out
 
@@ -319,14 +329,15 @@ def fprop(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return y = x Wᵀ + b, without a gradient."""
+    """Return y = x Wᵀ + b, outside of autograd; `quantized` is x as codes, or None."""
     rows, columns = weight.rotations
     if quantized is not None:
         return multiply(quantized, weight.for_fprop(), weight.scale, bias, dtype, forward=True, rotation=rows)
     if weight.rotations == (1, 1):
         y: Tensor = weight_only_linear(x, weight.for_fprop(), weight.scale, bias, dtype)
         return y
-    y = rotate(weight_only_linear(rotate(x, columns), weight.for_fprop(), weight.scale, None, dtype), rows)
+    rotated = weight_only_linear(rotate(x, columns), weight.for_fprop(), weight.scale, None, dtype)
+    y = rotate(rotated, rows)
     return y if bias is None else y + bias.to(dtype)
 
 
@@ -338,7 +349,7 @@ def dgrad(
     quantized: Quantized | None = None,
     unit: Tensor | None = None,
 ) -> Tensor:
-    """Return dx = dy W [..., K]; `quantized` is dy times W's row scales, cast; `unit` a cached `unit_scale`."""
+    """Return dx = dy W [..., K]; `quantized` is dy · W's row scales as codes; `unit` a cached `unit_scale`."""
     if not in_fp8 or config.grad_format == "bf16":
         return grad @ weight.dequantize(grad.dtype)
     if quantized is None:
@@ -349,13 +360,13 @@ def dgrad(
 
 
 def wgrad(grad: Tensor, x: Quantized, config: FP8LinearConfig) -> Tensor:
-    """Return dW = dyᵀ x; of Gaussian data e4m3 × e4m3 at 28 dB, e5m2 × e4m3 at 24 dB or better."""
+    """Return dW = dyᵀ x; Gaussian e4m3 × e4m3 at 28 dB, e5m2 × e4m3 at 24 dB or better."""
     if config.wgrad_format == "bf16":
         x_hat = dequantize(x.codes, x.scale, x.granularity, grad.dtype)
         return _rows(grad).t() @ _rows(x_hat)
     dy, bits = _rows(grad), _rows(x.codes).view(torch.uint8)
     factors = x.scale.reshape(-1) if x.scale.ndim else None
-    if tail := -dy.shape[0] % ALIGNMENT:  # tokens of zeros
+    if tail := -dy.shape[0] % ALIGNMENT:  # GEMMs want M aligned: tokens of zeros
         dy, bits = (torch.nn.functional.pad(values, (0, 0, 0, tail)) for values in (dy, bits))
         factors = None if factors is None else torch.nn.functional.pad(factors, (0, tail))
     by_feature = quantize(dy.t(), config.wgrad_format, PER_ROW, factors)
@@ -366,7 +377,7 @@ def wgrad(grad: Tensor, x: Quantized, config: FP8LinearConfig) -> Tensor:
 
 
 def unit_scale(scale: Tensor) -> Tensor:
-    """The weight's scale in dgrad's product: one per row [N, 1] goes into dy before the cast."""
+    """The scale of W in dgrad's product: 1 for row scales [N, 1], which go into dy before its cast."""
     return scale.new_ones(()) if scale.ndim == 2 else scale
 
 
@@ -381,15 +392,17 @@ class _FrozenLinear(torch.autograd.Function):
         config: FP8LinearConfig,
         dtype: torch.dtype,
     ) -> Tensor:
-        loaded = weight() if callable(weight) else weight
-        ctx.load = weight if callable(weight) else None
-        ctx.save_for_backward(*(() if callable(weight) else weight))
+        if callable(weight):
+            ctx.load, stored = weight, weight()
+        else:
+            ctx.load, stored = None, weight
+            ctx.save_for_backward(*weight)
         ctx.config, ctx.in_fp8, ctx.x_dtype = config, quantized is not None, x.dtype
-        return fprop(x, quantized, loaded, bias, dtype)
+        return fprop(x, quantized, stored, bias, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.in_fp8:  # by the dequantized weight it is an ordinary product, differentiable any number of times
+        if ctx.in_fp8:  # else dx is an ordinary product, differentiable any number of times
             refuse_second_order()
         dx = dbias = None
         if ctx.needs_input_grad[0]:
@@ -470,13 +483,3 @@ def fp8_trainable_linear(
     quantized = quantize_once(x, input_storage(config))
     result: Tensor = _TrainableLinear.apply(x, quantized, weight, bias, config, compute_dtype(x), codes)
     return result
-
-
-def wants_fp8_gemm(device: torch.device, config: FP8LinearConfig) -> bool:
-    """Whether this device multiplies in FP8; RuntimeError if it cannot and `config.fallback` is "error"."""
-    if not config.use_fp8_gemm:
-        return False
-    obstacle = fp8_gemm_obstacle(device, config)
-    if obstacle is not None and config.fallback == "error":
-        raise RuntimeError(f"fallback='error': {obstacle}; set fallback: bf16 or change the formats")
-    return obstacle is None
