@@ -3,25 +3,20 @@
 Inside `PackedSavedTensors` every large floating tensor that autograd saves is stored as FP8 with 1×G (or per tensor)
 scales and dequantized to its own dtype in backward; each storage once, however many operators and views save it.
 
-Saved exactly: parameters, buffers and all `keep` tensors, trained parameters and their autocast copies, integer and
-FP8 tensors, small tensors, tensors with short rows (a LoRA's rank-r activations), and statistics: one fp32 value per
-row of the tensor saved just before (attention's log-sum-exp) or the scales of FP8 codes saved just before. Of
-scaled_dot_product_attention only q, k, v, out and probabilities are packed, no mask. An autocast copy of a frozen
-weight is packed like an activation.
+Saved exactly: all `keep` tensors, trained parameters and their autocast copies, integer and FP8 tensors, small tensors,
+tensors with short rows (a LoRA's rank-r activations), and statistics: one fp32 value per row of the tensor saved just
+before (attention's log-sum-exp) or the scales of FP8 codes saved just before. Of scaled_dot_product_attention only q,
+k, v, out and probabilities are packed, no mask.
 
-A packed tensor may be changed in place: backward sees the saved values. A change of one saved exactly raises an error
-there, as without hooks.
-Under non-reentrant `torch.utils.checkpoint` this does nothing: its hooks would displace checkpoint's.
+A packed tensor may be changed in place: backward sees the saved values. If one saved exactly is changed, backward
+raises, as without hooks. Under non-reentrant `torch.utils.checkpoint` nothing is packed: hooks would displace its own.
 
 `fp8_checkpoint` recomputes a function in backward. `torch.utils.checkpoint` saves the inputs in high precision; here a
 large one is replaced by an *anchor*, a one-element tensor expanded to the input's shape, through which its gradient
 flows; the values are saved beside it as FP8 with 1×G scales. The first forward pass sees the exact input,
 recomputation the FP8 one. RNG state, autocast and dropout are reproduced by torch's non-reentrant checkpoint.
-Source: arXiv 2410.19313, section 5.1 (non-linear layers keep FP8 with 1×G groups), and its efficient checkpoint.
 
-Layers that save their input in FP8, or save none: a LoRA's down-projection and frozen convolutions.
-
-Down-projection, which saves its input in FP8:
+A LoRA's down-projection (`FP8InputLinear`), which saves its input in FP8:
 
     h = x Aᵀ            computed from the high precision x; A is never quantized
     dx = dh A
@@ -31,16 +26,14 @@ An FP8 base linear that reads the same x shares its FP8 copy (`hands_input_to_ad
 before the adapter reads it: q, k, v and their adapters save 1 byte per element of x among them. Of a parameter or an
 input, such as a caption's embedding, they save x itself, which is kept in any case.
 
-Convolution with frozen weights, which saves no input:
+Convolution with frozen weights (`keep_no_input`), which saves no input:
 
     dx = convolution_backward(dy, W)        needs the shape of x, not its values
 
-torch saves x whenever any gradient is needed, since one formula gives dx, dW and db; only dW reads x. In a UNet's
-resnets that is a third of all saved tensors: norm, SiLU and convolution save their inputs in turn.
+torch saves x whenever any gradient is needed, since one formula gives dx, dW and db; only dW reads x.
 
-Shapes: x [..., K], A [r, K], h [..., r]; of convolutions x [B, C, ...], weight [O, C / groups, ...] with one to three
-spatial dimensions.
-Source: the frozen-weight case of arXiv 2410.19313, section 5: a frozen W needs no x, LoRA's dA does.
+Shapes: x [..., K], A [r, K], h [..., r]; of convolutions x [B, C, ...], weight [O, C / groups, ...].
+Source: arXiv 2410.19313, section 5: 1×G groups for non-linear layers, efficient checkpoint; the rest is LoRA's case.
 """
 
 from __future__ import annotations
@@ -73,6 +66,7 @@ MIN_ELEMENTS = 4096  # smaller tensors are saved exactly
 SHORTEST_ROW = 32  # tensors with shorter rows are row statistics or rank-r activations
 STATISTICS_PADDING = 32  # some attention kernels round the rows of their log-sum-exp up to a multiple of this
 
+# bool mask → its additive forms, by dtype and version
 Masks: TypeAlias = MutableMapping[Tensor, dict[tuple[torch.dtype, int], Tensor]]
 
 _thread = threading.local()  # .innermost: the PackedSavedTensors opened last in this thread
@@ -80,22 +74,18 @@ _thread = threading.local()  # .innermost: the PackedSavedTensors opened last in
 
 @dataclass(frozen=True)
 class Saving:
-    """How a block's tensors are saved: per_group or per_tensor.
+    """How a block's tensors are saved for backward."""
 
-    tensors: None saves them as they are. attention: of q, k, v and out, "fp8" as the other tensors, "bf16" as they are.
-    Of the tensors that `PackedSavedTensors` meets, those of fewer than `min_elements` are saved exactly.
-    """
-
-    tensors: Storage | None = FP8_GROUPS
-    attention: str = "fp8"
-    min_elements: int = MIN_ELEMENTS
+    tensors: Storage | None = FP8_GROUPS  # per_group or per_tensor; None: as they are
+    attention: str = "fp8"  # q, k, v, out: "fp8" like all tensors, "bf16" as they are
+    min_elements: int = MIN_ELEMENTS  # of `PackedSavedTensors`: smaller ones are exact
 
 
 SAVED_IN_FP8 = Saving()
 
 
 def unpacked_view(quantized: Quantized, dtype: torch.dtype, *place: Any) -> Tensor:
-    """A view at `place` (size, stride, offset) of a whole storage, which its views share."""
+    """Dequantize a whole storage and view it at `place` (size, stride, offset)."""
     refuse_second_order()
     return quantized.dequantize(dtype).as_strided(*place)
 
@@ -128,19 +118,19 @@ unpack_saved = methodcaller("__call__")
 class PackedSavedTensors(TorchFunctionMode):
     """Context manager: tensors saved for backward inside it, in this thread, are stored in FP8.
 
-    `keep`: tensors that are saved exactly with all views of them, as trainable parameters always are. `masks`: bool
-    masks of attention → their additive forms, for contexts of one forward pass to share; NumPy changes a mask without
-    a new version. A nested one takes over and shares the outer one's packed storages and `keep`.
+    `keep`: tensors that are saved exactly, as are all views of them. `masks`: a cache for the contexts of one forward
+    pass, not of several: NumPy can change a mask without a new version. A nested context replaces the outer one and
+    shares its packed storages and `keep`.
     """
 
     def __init__(self, saving: Saving = SAVED_IN_FP8, keep: Iterable[Tensor] = (), masks: Masks | None = None) -> None:
         super().__init__()
         self._saving = saving
         self._masks: Masks = WeakTensorKeyDictionary() if masks is None else masks
-        self._kept_storages = {tensor.untyped_storage()._cdata for tensor in keep}
+        self._exact_storages = {tensor.untyped_storage()._cdata for tensor in keep}
         self._packed: dict[tuple[Any, ...], tuple[StorageWeakRef, Quantized]] = {}
         self._before: tuple[torch.dtype, torch.Size] | None = None  # of the tensor saved just before
-        self._open: list[ExitStack] = []
+        self._open: list[ExitStack] = []  # one for each `with`
 
     def __enter__(self) -> PackedSavedTensors:
         with ExitStack() as stack:
@@ -151,7 +141,7 @@ class PackedSavedTensors(TorchFunctionMode):
                     stack.callback(self._packed.clear)
                 else:
                     self._packed = outer._packed
-                    self._kept_storages |= outer._kept_storages
+                    self._exact_storages |= outer._exact_storages
                 _thread.innermost = self
                 stack.enter_context(saved_tensors_hooks(self._pack, unpack_saved))
                 super().__enter__()
@@ -165,7 +155,7 @@ class PackedSavedTensors(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Open hooks for each scaled_dot_product_attention while those of `__enter__` are on top."""
+        """Open hooks around scaled_dot_product_attention, if those of `__enter__` are on top."""
         kwargs = kwargs or {}
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if func is not torch.nn.functional.scaled_dot_product_attention or top is None or top[0] != self._pack:
@@ -184,18 +174,19 @@ class PackedSavedTensors(TorchFunctionMode):
         return self._pack(tensor)
 
     def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
-        storage_as, worth_packing = self._saving.tensors, self._is_worth_packing(tensor)
+        target, worth_packing = self._saving.tensors, self._is_worth_packing(tensor)
         self._before = tensor.dtype, tensor.shape
-        if storage_as is None or not worth_packing:
+        if target is None or not worth_packing:
             return ExactTensor(tensor)
         storage = tensor.untyped_storage()
-        key = (storage._cdata, tensor.dtype, tensor._version, storage_as)
+        key = (storage._cdata, tensor.dtype, tensor._version, target)
         if key not in self._packed:
             flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
-            packed = quantize(flat, storage_as.format, storage_as.granularity)
+            packed = quantize(flat, target.format, target.granularity)
             self._packed[key] = (StorageWeakRef(storage), packed)  # the weak reference keeps the address from reuse
+        _, packed = self._packed[key]
         place = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-        return functools.partial(unpacked_view, self._packed[key][1], tensor.dtype, *place)
+        return functools.partial(unpacked_view, packed, tensor.dtype, *place)
 
     def _is_worth_packing(self, tensor: Tensor) -> bool:
         if tensor.dtype not in PACKED_DTYPES or tensor.layout != torch.strided or tensor.ndim == 0:
@@ -204,16 +195,17 @@ class PackedSavedTensors(TorchFunctionMode):
         row_length = tensor.shape[-1]
         if tensor.ndim >= 4 and row_length > 1:  # of convolutions [B, C, ..., H, W]: a row is a plane H×W
             row_length *= tensor.shape[-2]
+        elements = min(tensor.numel(), storage.nbytes() // tensor.itemsize)  # an expanded tensor has few
         return (
-            min(tensor.numel(), storage.nbytes() // tensor.itemsize) >= self._saving.min_elements  # expanded: few
+            elements >= self._saving.min_elements
             and row_length >= SHORTEST_ROW
             and not self._is_statistics(tensor)
             and not _is_trained(tensor)
-            and storage._cdata not in self._kept_storages
+            and storage._cdata not in self._exact_storages
         )
 
     def _is_statistics(self, tensor: Tensor) -> bool:
-        """Whether this is fp32 with one value per row, or the scales, of the tensor saved just before it."""
+        """Whether these are, in fp32, one value per row of the tensor saved just before, or its scales."""
         if tensor.dtype != torch.float32 or self._before is None:
             return False
         dtype, shape = self._before
@@ -247,14 +239,14 @@ def _with_shared_mask(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return attention's arguments with a bool mask made additive, once for all layers."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        made = masks.setdefault(attn_mask, {})
-        as_now = query.dtype, 0 if attn_mask.is_inference() else attn_mask._version
-        if as_now not in made:
-            expanded = (step == 0 for step in attn_mask.stride()[:-1])
-            small = attn_mask[tuple(slice(0, 1 if each else None) for each in expanded)].detach()
+        forms = masks.setdefault(attn_mask, {})
+        key_of_form = query.dtype, 0 if attn_mask.is_inference() else attn_mask._version
+        if key_of_form not in forms:
+            ends = (1 if stride == 0 else None for stride in attn_mask.stride()[:-1])  # 1: an expanded dimension
+            small = attn_mask[tuple(slice(0, end) for end in ends)].detach()
             zeros = torch.zeros(small.shape, dtype=query.dtype, device=small.device)
-            made[as_now] = zeros.masked_fill_(~small, -torch.inf)
-        attn_mask = made[as_now].expand(attn_mask.shape)
+            forms[key_of_form] = zeros.masked_fill_(~small, -torch.inf)
+        attn_mask = forms[key_of_form].expand(attn_mask.shape)
     return (query, key, value, attn_mask, *args), kwargs
 
 
@@ -262,7 +254,7 @@ def _with_shared_mask(
 
 
 class _Keeper:
-    """One block input: exact until first read, then FP8."""
+    """The values of one input: exact for the first read, then from FP8."""
 
     def __init__(self, x: Tensor, storage: Storage) -> None:
         self._exact: Tensor | None = x.detach()
@@ -309,7 +301,7 @@ def fp8_checkpoint(
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     inputs, positional, names = [*args, *kwargs.values()], len(args), tuple(kwargs)
-    keepers: dict[int, _Keeper] = {}
+    keepers: dict[int, _Keeper] = {}  # by place in `inputs`
     for i, x in enumerate(inputs):
         if not (isinstance(x, Tensor) and x.requires_grad and x.layout == torch.strided and x.ndim > 0):
             continue
@@ -318,10 +310,10 @@ def fp8_checkpoint(
             inputs[i] = _Replaced.apply(x, lambda like=x: like.new_zeros(1).expand(like.shape))
 
     def run(*inputs: Any) -> Any:  # outlives this call: must not refer to args or kwargs
-        read = [_Replaced.apply(x, keepers[i].read) if i in keepers else x for i, x in enumerate(inputs)]
-        return function(*read[:positional], **dict(zip(names, read[positional:], strict=True)))
+        values = [_Replaced.apply(x, keepers[i].read) if i in keepers else x for i, x in enumerate(inputs)]
+        return function(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
 
-    with saved_tensors_hooks(ExactTensor, unpack_saved):  # exact, also inside PackedSavedTensors
+    with saved_tensors_hooks(ExactTensor, unpack_saved):  # also inside PackedSavedTensors
         return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=may_draw())
 
 
@@ -354,7 +346,7 @@ class _LinearWithFP8Input(torch.autograd.Function):
 
 
 def _is_same_input(x: Tensor, base_input: Tensor) -> bool:
-    """Whether x is the base linear's input, or its cast by the autograd graph."""
+    """Whether x is the base linear's input or, by the autograd graph, a cast of it."""
     if x is base_input:
         return True
     if x.grad_fn is None or x.grad_fn.name() != "ToCopyBackward0" or not base_input.requires_grad:
@@ -387,13 +379,13 @@ class FP8InputLinear(nn.Linear):
         """Return x Aᵀ, [..., K] to [..., r]."""
         if not (torch.is_grad_enabled() and self.weight.requires_grad and x.numel()):
             return torch.nn.functional.linear(x, self.weight)
-        handed, weight = None, self.weight
+        shared, weight = None, self.weight
         for base in self.source:
             reference, base.adapter_input = getattr(base, "adapter_input", None), None
             base_input = None if reference is None else reference()
             if base_input is not None and _is_same_input(x, base_input):
-                handed = base_input
-        saved = quantize_once(x, self.storage)[:2] if handed is None else saved_input(handed, self.storage)
+                shared = base_input
+        saved = quantize_once(x, self.storage)[:2] if shared is None else saved_input(shared, self.storage)
         device = x.device.type
         if autocast_is_on(device):
             dtype = torch.get_autocast_dtype(device)
@@ -416,7 +408,7 @@ class _FrozenConvolution(torch.autograd.Function):
         *sizes, groups = ctx.sizes
         x = grad.new_empty_strided(ctx.shape, ctx.strides)  # never read; its layout is that of dx
         weight = weight.to(grad.dtype)  # autocast multiplied by a copy
-        wanted = (True, False, False)
+        wanted = (True, False, False)  # dx; not dW, not db
         dx = torch.ops.aten.convolution_backward(grad, x, weight, None, *sizes, False, [0], groups, wanted)[0]
         return dx, *[None] * 7
 
@@ -428,10 +420,10 @@ def keep_no_input(layer: Any) -> None:
     inputs without a batch, run torch's own code. Output and dx are torch's own, bit for bit.
     """
     if layer.padding_mode == "zeros" and not isinstance(layer.padding, str):
-        layer._conv_forward = functools.partial(_forward, layer)
+        layer._conv_forward = functools.partial(_convolve, layer)
 
 
-def _forward(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _convolve(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     convolve = CONVOLUTIONS[weight.ndim - 3]
     sizes = (layer.stride, layer.padding, layer.dilation, layer.groups)
     trained = weight.requires_grad or (bias is not None and bias.requires_grad)
