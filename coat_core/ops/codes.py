@@ -1,4 +1,4 @@
-"""Codes along with values: operators that quantize their results, and how they read codes back.
+"""What operators share that quantize their results, read codes, and add adapters.
 
 Such an operator takes `fmt` and `granularity` and returns (values, codes, code_scale), where codes, code_scale =
 quantize(values, fmt, granularity) to the bit, per_row or per_tensor, or "int8" per_row of the rotated values. With
@@ -26,17 +26,14 @@ from coat_core.quantize import dequantize, quantize
 
 
 def code_format(fmt: str) -> Format:
-    """The format of that name; of "none" that of the codes of shape [0]."""
+    """The format of that name; for "none" the one that codes of shape [0] have."""
     return E4M3 if fmt == "none" else product_format(fmt)
 
 
 def codes_of(
     values: Tensor, fmt: str, granularity: str, group_size: int = 128, factors: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Codes and scale of values [..., K], rotated in INT8, times `factors` fp32 [K].
-
-    Both have shape [0] where format or granularity is "none".
-    """
+    """Codes and scale of values [..., K], rotated in INT8, times `factors` fp32 [K]; with "none" of shape [0]."""
     if "none" in (fmt, granularity):
         return values.new_empty(0, dtype=code_format(fmt).dtype), values.new_empty(0, dtype=torch.float32)
     if fmt == INT8.name:
@@ -50,13 +47,13 @@ def codes_of(
 def cast_of(
     kind: str | None,
     values: Tensor,
-    coded: tuple[Tensor, ...],
+    quantized: tuple[Tensor, ...],
     granularity: str,
     group_size: int = 128,
     factors: Tensor | None = None,
 ) -> tuple[Cast, ...]:
-    """The declared cast of values to (codes, scale), as `codes_of` makes them; none where they have shape [0]."""
-    codes, scale = coded
+    """Declare the cast of values to `quantized`, the result of `codes_of`; () if that has shape [0]."""
+    codes, scale = quantized
     if codes.dtype == INT8.dtype:
         values = rotate(values, rotation_size(values.shape[-1]))
     if not codes.numel():
@@ -65,25 +62,22 @@ def cast_of(
 
 
 def values_of(x: Tensor, scale: Tensor | None, group_size: int, dtype: torch.dtype) -> Tensor:
-    """Return x [..., K] in `dtype`, dequantized where it has a scale, of 1×G groups or of all."""
+    """Return x [..., K] in `dtype`, dequantized if it has a scale: one per 1×G group, or one for all."""
     if scale is None:
         return x.to(dtype)
     return dequantize(x, scale, per_group(group_size) if scale.ndim else PER_TENSOR, dtype)
 
 
 def with_adapter(y: Tensor, h: Tensor | None, up: Tensor | None) -> Tensor:
-    """Return y + h upᵀ in the dtype of y [..., N], all in that dtype; y itself without an adapter.
-
-    h [..., n·r] and up [N, r] are of n adapters, each of an equal part of y.
-    """
+    """Return y [..., N] + h upᵀ, all of one dtype; y itself without an adapter."""
     if h is None or up is None:
         return y
     parts = h.shape[-1] // up.shape[-1]
     completed = []
     with without_autocast(y.device):
-        for base, own_h, own_up in zip(y.chunk(parts, -1), h.chunk(parts, -1), up.chunk(parts), strict=True):
-            rows = torch.addmm(base.reshape(-1, base.shape[-1]), own_h.reshape(-1, own_h.shape[-1]), own_up.t())
-            completed.append(rows.view(base.shape))
+        for y_part, h_part, up_part in zip(y.chunk(parts, -1), h.chunk(parts, -1), up.chunk(parts), strict=True):
+            y_rows, h_rows = y_part.reshape(-1, y_part.shape[-1]), h_part.reshape(-1, h_part.shape[-1])
+            completed.append(torch.addmm(y_rows, h_rows, up_part.t()).view(y_part.shape))
     return completed[0] if parts == 1 else torch.cat(completed, dim=-1)
 
 
