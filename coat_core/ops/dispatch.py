@@ -36,10 +36,11 @@ _library = torch.library.Library("coat", "FRAGMENT")
 
 FIRST_CAPABILITY = (8, 0)  # Ampere; Triton has left older cards
 
-launchers: dict[str, Any] = {}  # name of the operator → the operator, of those that a launcher runs on CUDA
-on_cuda: dict[str, Callable[..., Any]] = {}  # name → what is called with CUDA tensors
-replaced: dict[str, str] = {}  # operator → why its kernel is not used on CUDA
-instead: dict[str, Callable[..., Any]] = {}  # operator → what is called in place of its launcher, such as its body
+# by an operator's name, as "coat::quantize":
+launchers: dict[str, Any] = {}  # the operator, if it has a launcher for CUDA
+on_cuda: dict[str, Callable[..., Any]] = {}  # what is called with CUDA tensors
+replaced: dict[str, str] = {}  # why its kernel is not used on CUDA
+instead: dict[str, Callable[..., Any]] = {}  # what is called in place of its launcher, such as its body
 
 Watch = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
 watched_by: Watch | None = None  # inside of `references`
@@ -57,7 +58,7 @@ class Operator(Generic[P, R]):
         schema = torch.library.infer_schema(body, mutates_args=())
         _library.define(self._name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         self._opoverload = getattr(torch.ops.coat, self._name).default
-        # where torch.compile runs a caller eager it would trace into the body, and Inductor rounds otherwise
+        # if torch.compile runs a caller in eager mode, it would trace into the body, and Inductor rounds otherwise
         _library.impl(self._name, _disable_dynamo(body), "CompositeExplicitAutograd")
         torch.library.register_fake(qualname, body, lib=_library)
 
@@ -69,7 +70,7 @@ class Operator(Generic[P, R]):
                 result: R = _WithoutGradient.apply(self._qualname, lambda: self._opoverload(*args, **kwargs), *trained)
                 return result
         run: Callable[..., R] = self._opoverload
-        # the kernel of plain tensors, without the dispatcher where no mode watches: 2 µs less, in 1,900 calls a step
+        # plain tensors, watched by no mode, need no dispatcher: 2 µs less, in 1,900 calls a step
         if not (torch.compiler.is_dynamo_compiling() or _len_torch_dispatch_stack() or _profiler_enabled()):
             for arg in args:
                 if arg is not None:
@@ -114,7 +115,7 @@ class _WithoutGradient(torch.autograd.Function):
 
 
 def launcher(op: Any) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
-    """Decorator: this function of the arguments by name is the CUDA launcher of `op`, and is called like it."""
+    """Decorator: make this function of the arguments, as one object, the CUDA launcher of `op`, called like it."""
     arguments = arguments_of(op)
     return lambda launch: functools.wraps(launch)(lambda *args, **kwargs: launch(arguments(*args, **kwargs)))
 
@@ -134,13 +135,13 @@ def run_by_triton(op: Any) -> None:
         if triton_obstacle(device) is not None:
             return op._init_fn(*args, **kwargs)
         try:
-            if device.type != "cuda" or device.index == torch.cuda.current_device():  # a third of the switch's time
+            if device.type != "cuda" or device.index == torch.cuda.current_device():  # needs no switch
                 return launcher_of(name)(*args, **kwargs)
             with torch.cuda.device(device):
                 return launcher_of(name)(*args, **kwargs)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of a compiler or a launch, before it wrote anything
+        except Exception as error:  # a compiler's or a launch's, before anything was written
             if _failures_end_the_run or torch.cuda.is_current_stream_capturing():
                 raise
             use_reference(name, first_line(error))
@@ -153,7 +154,7 @@ def run_by_triton(op: Any) -> None:
 def use_kernels(policy: str, left_out: Collection[str] = ()) -> None:
     """Choose for the whole process: `auto`, all kernels but those that fail; `all`, failures are errors; `none`.
 
-    `left_out` names operators whose reference runs in any case, without "coat::".
+    The reference of the operators `left_out`, named without "coat::", runs in any case.
     """
     global _failures_end_the_run
     _failures_end_the_run = policy == "all"
@@ -161,7 +162,8 @@ def use_kernels(policy: str, left_out: Collection[str] = ()) -> None:
         replaced.clear()
     load_operators()
     instead.clear()
-    for name in launchers if policy == "none" else (*replaced, *(f"coat::{name}" for name in left_out)):
+    names = [*replaced, *(f"coat::{name}" for name in left_out)]
+    for name in launchers if policy == "none" else names:
         instead[name] = launchers[name]._init_fn
 
 
@@ -196,7 +198,7 @@ def show_first_call(operator: str, watch: Watch) -> None:
 
 
 def load_operators() -> None:
-    """Import every operator: `launchers` is complete then."""
+    """Import every operator, which completes `launchers`."""
     modules = {module.name for module in pkgutil.iter_modules(importlib.import_module(__package__).__path__)}
     for name in sorted(modules):
         if f"{name}_kernel" in modules:  # the kernels themselves need triton
@@ -211,7 +213,7 @@ def first_line(error: Exception) -> str:
 
 @functools.cache
 def launcher_of(operator: str) -> Callable[..., Any]:
-    """The CUDA launcher of an operator of `launchers`, as "coat::quantize"."""
+    """The CUDA launcher of an operator of `launchers`."""
     module = importlib.import_module(f"{launchers[operator]._init_fn.__module__}_kernel")
     launch: Callable[..., Any] = getattr(module, operator.removeprefix("coat::"))
     return launch
@@ -219,7 +221,7 @@ def launcher_of(operator: str) -> Callable[..., Any]:
 
 @functools.cache
 def triton_obstacle(device: torch.device) -> str | None:
-    """Why this CUDA device cannot run the Triton kernels, or None, after trying one; warns once."""
+    """Why this CUDA device cannot run the Triton kernels, or None; runs one to find out, and warns once."""
     reason = _find_obstacle(device)
     if reason is not None:
         logger.warning("%s: no Triton kernels, the slower PyTorch reference runs instead: %s", device, reason)
