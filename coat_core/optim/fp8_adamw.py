@@ -20,9 +20,8 @@ from coat_core.optim.state import Storage, check_groups, saved_states, storages,
 logger = logging.getLogger(__name__)
 
 OFFLOADS = ("none", "cpu")
-# options of torch.optim.AdamW without a meaning here, and its groups' other entries
-TORCH_ONLY_OPTIONS = ("amsgrad", "foreach", "differentiable", "fused")
-TORCH_GROUP_KEYS = (*TORCH_ONLY_OPTIONS, "decoupled_weight_decay")
+TORCH_ONLY_OPTIONS = ("amsgrad", "foreach", "differentiable", "fused")  # must be off here
+TORCH_GROUP_KEYS = (*TORCH_ONLY_OPTIONS, "decoupled_weight_decay")  # only in groups of torch.optim.AdamW
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -61,10 +60,10 @@ class FP8AdamW(torch.optim.Optimizer):
         params: parameters or param groups as in torch.optim; fp32, bf16 or fp16.
         lr: a float or a one-element tensor.
         capturable: keep the step counters on the parameters' device, so that a replayed CUDA graph counts on. A lr that
-            changes between replays is a tensor on the device. A state file does not change this.
+            changes between replays is a tensor on the device. If all param groups have the same entry, that holds; a
+            state file does not change it.
         seed: of all stochastic rounding. It is in the state file: with the step counters, a resumed run draws the same.
-        fp8_config: how the moments are stored; like capturable and seed, the same for all groups. Groups that agree
-            on another capturable are heard.
+        fp8_config: how the moments are stored; like capturable and seed, the same for all groups.
         offload: "cpu" keeps the moments in CPU memory, pinned for a GPU; same results to the bit, same files. Not in a
             CUDA graph. Call `synchronize` before reading `state`.
         torch_options: torch.optim.AdamW's amsgrad, foreach, differentiable, fused; only False or None.
@@ -78,8 +77,8 @@ class FP8AdamW(torch.optim.Optimizer):
     Source: arXiv 2410.19313, section 3; state layout in `optim.state`.
     """
 
-    # fp32 [] on the parameters' device, or None. Where it is 1, `step` changes no parameter, moment or step counter,
-    # without reading it back. Needs `capturable`
+    # fp32 [] on the parameters' device, or None; needs `capturable`. If it is 1, `step` changes no parameter, moment or
+    # step counter; the CPU does not read it
     found_inf: Tensor | None = None
 
     def __init__(
@@ -103,9 +102,9 @@ class FP8AdamW(torch.optim.Optimizer):
         self.offload = offload
         self.fp8_config = fp8_config or FP8QuantizationConfig()
         if isinstance(params, list | tuple):
-            said = {group.get("capturable", capturable) for group in params if isinstance(group, dict)}
-            if len(said) == 1:
-                capturable = said.pop()
+            capturables = {group.get("capturable", capturable) for group in params if isinstance(group, dict)}
+            if len(capturables) == 1:
+                capturable = capturables.pop()
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -117,6 +116,7 @@ class FP8AdamW(torch.optim.Optimizer):
             "fp8": asdict(self.fp8_config),
         }
         _check_options(defaults)
+
         self._packed: PackedState | None = None
         self._groups: dict[int, dict[str, Any]] = {}  # of each parameter, by its id; for `step_parameter`
         super().__init__(params, defaults)
@@ -163,7 +163,7 @@ class FP8AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        active: list[list[Tensor]] = []
+        active: list[list[Tensor]] = []  # those with a gradient
         for group_index, group in enumerate(self.param_groups):
             active.append([])
             for index, param in enumerate(group["params"]):
@@ -176,11 +176,12 @@ class FP8AdamW(torch.optim.Optimizer):
                         "torch.optim.SparseAdam for this parameter"
                     )
                 active[-1].append(param)
-        every = list(chain.from_iterable(active))
-        if not every:
+
+        all_active = list(chain.from_iterable(active))
+        if not all_active:
             return loss
-        packed = self._packed_state(every)
-        packed.count_step(every, self.found_inf)
+        packed = self._packed_state(all_active)
+        packed.count_step(all_active, self.found_inf)
         for group, params in zip(self.param_groups, active, strict=True):
             for batch in packed.batches(params):
                 self._update(group, *batch)
@@ -217,11 +218,12 @@ class FP8AdamW(torch.optim.Optimizer):
                 raise RuntimeError("offload='cpu': a CUDA graph cannot hold the copies of moments; pass offload='none'")
         if self._packed is None or not known:
             self._packed = self._pack(params)
+
         seed = self.param_groups[0]["seed"]
-        moments = self.fp8_config.moment_rounding != "nearest"
-        parameters = self.fp8_config.stochastic_rounding
-        if self._packed.seed != seed and (moments or parameters):
-            self._packed.number(seed, self._places(), moments, parameters)
+        of_moments = self.fp8_config.moment_rounding != "nearest"
+        of_parameters = self.fp8_config.stochastic_rounding
+        if self._packed.seed != seed and (of_moments or of_parameters):
+            self._packed.draw_from(seed, self._places(), of_moments, of_parameters)
         return self._packed
 
     def _pack(self, params: list[Tensor]) -> PackedState:
@@ -236,17 +238,17 @@ class FP8AdamW(torch.optim.Optimizer):
         return {id(param): (number, 0) for number, param in enumerate(params)}
 
     def _update(self, group: dict[str, Any], packed: DeviceState, indices: list[int], step: float | None) -> None:
-        """Update parameters of one device and dtype that are at the same step; None where only the device has it."""
+        """Update a batch of `PackedState.batches`; `step` is None if step counters are on the device."""
         lr, eps, weight_decay = group["lr"], group["eps"], group["weight_decay"]
         betas = float(group["betas"][0]), float(group["betas"][1])
-        on_device = isinstance(lr, Tensor) and lr.device == packed.params[0].device
+        lr_is_there = isinstance(lr, Tensor) and lr.device == packed.params[0].device
         tables = packed.draws_at(indices, step)
-        if step is not None and not (on_device and lr.device.type != "cpu"):
+        if step is not None and not (lr_is_there and lr.device.type != "cpu"):
             hyper = hyper_of_step(lr, step, betas, eps, weight_decay)
-        else:  # the scalars that are on the device come in a table
+        else:  # what depends on numbers on the device comes in a table
             hyper = Hyper(1 - betas[0], betas[1], 1 - betas[1], eps, math.nan, math.nan, math.nan)
             steps = packed.step_numbers(indices, step)
-            table = hyper_table(lr if on_device else float(lr), steps, betas, weight_decay)
+            table = hyper_table(lr if lr_is_there else float(lr), steps, betas, weight_decay)
             if self.found_inf is not None:
                 table = table.masked_fill(self.found_inf > 0, math.nan)
             tables["table"] = table
@@ -274,9 +276,8 @@ class FP8AdamW(torch.optim.Optimizer):
         """Load a `state_dict` of FP8AdamW or torch.optim.AdamW; codes and scales come back untouched.
 
         A moment stored otherwise than `fp8_config` says is re-quantized, with one line of log. Hyper-parameters of
-        the groups are those of the file, as in torch.optim. Moments are copied parameter by parameter: no device holds
-        them twice. Raises ValueError where the file does not fit these parameters, before anything has changed; also
-        logged at ERROR, because ai-toolkit swallows the exception.
+        the groups are those of the file, as in torch.optim. Raises ValueError, before anything has changed, where the
+        file does not fit; also logged at ERROR, because ai-toolkit swallows the exception.
         """
         saved: list[tuple[Tensor, dict[str, Any], dict[str, Storage]]] = []
         stored = storages(self.fp8_config)
@@ -285,7 +286,7 @@ class FP8AdamW(torch.optim.Optimizer):
             check_groups(loaded, self.param_groups)
             saved.extend(saved_states(loaded, self.param_groups, stored))
             self.synchronize()  # the file may be this optimizer's own `state_dict`
-            # torch would cast codes and scales to the parameter's dtype, so it gets only what is no parameter's.
+            # torch would cast codes and scales to the parameter's dtype, so it gets no parameter's state
             params = set(chain.from_iterable(group["params"] for group in loaded["param_groups"]))
             return {**loaded, "state": {key: entry for key, entry in loaded["state"].items() if key not in params}}
 
@@ -300,8 +301,8 @@ class FP8AdamW(torch.optim.Optimizer):
                 group.update(fp8=self.defaults["fp8"], capturable=self.defaults["capturable"])
             if saved:
                 self._packed = self._pack([param for param, _, _ in saved])
-            for param, tensors, stored_there in saved:
-                write_state(self.state[param], tensors, stored_there, stored, param.device)
+            for param, tensors, stored_in_file in saved:
+                write_state(self.state[param], tensors, stored_in_file, stored, param.device)
 
         try:
             with (
@@ -315,6 +316,6 @@ class FP8AdamW(torch.optim.Optimizer):
             raise ValueError(message) from error
 
     def state_bytes(self) -> int:
-        """The bytes of both moments, with their per-block numbers."""
+        """Bytes of all moments, with their numbers per block."""
         states = [state for param, state in self.state.items() if isinstance(param, Tensor)]
         return sum(tensor.nbytes for state in states for key, tensor in state.items() if key != "step")

@@ -1,7 +1,6 @@
 """The state of all parameters in one buffer of each kind; the tensors of `Optimizer.state` are views into them.
 
-A step collects no list of state tensors: the operator reads the buffers. Files do not change: `state_dict` has the same
-tensors per parameter, and torch.save writes shared memory once.
+A step collects no list of state tensors: the operator reads the buffers. Files do not change.
 
     codes of a moment    [n_blocks, B]        parameter 0 from block 0 on, the next one in the block after its last
     numbers of a moment  fp32 [S, n_blocks]   scale, exponent, center
@@ -28,28 +27,28 @@ from coat_core.rounding import PARAMETERS, streams
 
 
 class DeviceState:
-    """The packed state of the parameters on one device; `indices` are places in `params`."""
+    """The packed state of the parameters on one device; methods take `indices` into `params`."""
 
     def __init__(self, params: list[Tensor], moments: dict[str, Storage], steps_on_device: bool, offload: bool) -> None:
         device = params[0].device
         block_size = next(iter(moments.values())).block_size
         self.params = params
         *self.first_blocks, blocks = accumulate((n_blocks(param.numel(), block_size) for param in params), initial=0)
-        home = torch.device("cpu") if offload else device
-        self.moments = {name: empty_moment(blocks, storage, home) for name, storage in moments.items()}
+        held_on = torch.device("cpu") if offload else device
+        self.moments = {name: empty_moment(blocks, storage, held_on) for name, storage in moments.items()}
         self.staging = Staging(self.moments, moments, device) if offload else None
         self.steps = torch.zeros(len(params), dtype=torch.float32, device=device if steps_on_device else "cpu")
         self.draws: dict[str, Tensor] = {}  # by the operator's argument: "draws", "param_draws"
 
     def rows(self, table: Tensor, indices: list[int]) -> Tensor:
-        """Rows of a table of all parameters, without reading any."""
+        """These parameters' rows of a table of all, without a sync."""
         first, count = indices[0], len(indices)
         if indices == list(range(first, first + count)):
             return table[first:][:count]
         return torch.stack([table[index] for index in indices])
 
     def step_numbers(self, indices: list[int], step: float | None) -> Tensor:
-        """The step numbers as fp32 [n] on the parameters' device; `step` where all have the same, on the CPU."""
+        """Step numbers, fp32 [n] on the parameters' device: `step` for all, or if None the counters'."""
         if step is None:
             return self.rows(self.steps, indices)
         return torch.full((len(indices),), step, device=self.params[0].device)
@@ -64,9 +63,9 @@ class DeviceState:
         return tables
 
     def calls(self, indices: list[int], tables: dict[str, Tensor]) -> Iterator[dict[str, Any]]:
-        """Yield arguments of the operator's calls, to be made one by one: several for offloaded moments.
+        """Yield the arguments of each call of the operator, several for offloaded moments; call before the next.
 
-        `tables` have a row for each parameter; those of draws are int32.
+        `tables`, by argument, have a row for each of `indices`; those of draws are int32.
         """
         params = [self.params[index] for index in indices]
         grads: list[Any] = [param.grad for param in params]
@@ -74,6 +73,7 @@ class DeviceState:
         if self.staging is None:
             yield {"params": params, "grads": grads, "first_blocks": first_blocks, **self.moments, **tables}
             return
+
         flat_params = [param.detach().reshape(-1) for param in params]
         flat_grads = [grad.detach().reshape(-1) for grad in grads]
         sizes = tuple(map(Tensor.numel, params))
@@ -88,7 +88,7 @@ class DeviceState:
                 "first_blocks": [0, *accumulate(chunk.blocks[:-1])],
             }
             for name, table in tables.items():
-                part[name] = _rows(table, first, len(chunk.pieces), start)
+                part[name] = _chunk_rows(table, first, len(chunk.pieces), start)
             with self.staging.blocks(chunk.rows) as moments:
                 yield {**part, **moments}
         for param, flat in zip(params, flat_params, strict=True):
@@ -96,19 +96,19 @@ class DeviceState:
                 param.copy_(flat.view(param.shape))
 
 
-def _rows(table: Tensor, first: int, count: int, start: int) -> Tensor:
-    """Rows of a table; those of draws count from element `start` of the first parameter."""
-    counts_on = start > 0 and not table.is_floating_point()
-    if len(table) == count and not counts_on:
+def _chunk_rows(table: Tensor, first: int, count: int, start: int) -> Tensor:
+    """`count` rows from `first` on; draws of the first parameter begin at its element `start`."""
+    is_shifted = start > 0 and not table.is_floating_point()
+    if len(table) == count and not is_shifted:
         return table
     rows = table[first:][:count].clone()  # kernels want it at a multiple of 16 bytes
-    if counts_on:
+    if is_shifted:
         rows[0, 2] += start
     return rows
 
 
 class PackedState:
-    """The packed state of all parameters by device; entries of `state` become views, those of `new` start at zero."""
+    """The packed state of all parameters, by device; entries of `state` become views, missing ones of `new` zeros."""
 
     def __init__(
         self,
@@ -119,12 +119,13 @@ class PackedState:
         offload: bool = False,
     ) -> None:
         self._steps_on_device = steps_on_device
-        self.seed: int | None = None
+        self.seed: int | None = None  # of `draw_from`
         added = {id(param) for param in new if not state.setdefault(param, {})}
         by_device: dict[torch.device, list[Tensor]] = {}
         for param, entry in state.items():
-            if isinstance(param, Tensor) and (entry or id(param) in added):  # hooks may keep something of their own
+            if isinstance(param, Tensor) and (entry or id(param) in added):  # other entries are a hook's
                 by_device.setdefault(param.device, []).append(param)
+
         self.devices: list[DeviceState] = []
         self._places: dict[int, tuple[DeviceState, int]] = {}  # of each parameter, by its id
         for params in by_device.values():
@@ -143,11 +144,8 @@ class PackedState:
         self.stagings = [packed.staging for packed in self.devices if packed.staging is not None]
         self._key = _key_of(state)
 
-    def number(self, seed: int, places: dict[int, tuple[int, int]], moments: bool, parameters: bool) -> None:
-        """Draw from `seed` from now on, for exp_avg_sq, for parameters in bf16 and fp16, or for both; without a sync.
-
-        `places` has, by id, each parameter's number and, of a shard, the number of its first element in the whole.
-        """
+    def draw_from(self, seed: int, places: dict[int, tuple[int, int]], moments: bool, parameters: bool) -> None:
+        """Draw from `seed` from now on: exp_avg_sq, parameters in bf16 and fp16, or both; `places`: see `FP8AdamW`."""
         self.seed = seed
         seeds = {"draws": seed} if moments else {}
         if parameters:
@@ -156,8 +154,8 @@ class PackedState:
             packed.draws.clear()
             own = [places.get(id(param), (0, 0)) for param in packed.params]  # one in no group has no step
             for name, key in seeds.items():
-                every = streams(key, len(places), packed.params[0].device)
-                rows = [torch.stack((every[i], torch.full_like(every[i], first))) for i, first in own]
+                numbers = streams(key, len(places), packed.params[0].device)
+                rows = [torch.stack((numbers[i], torch.full_like(numbers[i], first))) for i, first in own]
                 packed.draws[name] = torch.stack(rows)
 
     def holds(self, state: MutableMapping[Tensor, State], params: list[Tensor]) -> bool:
@@ -183,9 +181,9 @@ class PackedState:
             torch._foreach_add_(steps, one)
 
     def batches(self, params: list[Tensor]) -> Iterator[tuple[DeviceState, list[int], float | None]]:
-        """Group parameters with gradients by device, dtypes and, if on the CPU, step number: state, indices, step."""
+        """Yield state, indices and step of parameters of one device, of the same dtypes and, if on the CPU, step."""
         counts: dict[DeviceState, list[float]] = {}
-        kinds: dict[tuple[DeviceState, torch.dtype, torch.dtype, float | None], list[int]] = {}
+        alike: dict[tuple[DeviceState, torch.dtype, torch.dtype, float | None], list[int]] = {}
         for param in params:
             packed, index = self._places[id(param)]
             assert param.grad is not None
@@ -194,13 +192,13 @@ class PackedState:
                 if packed not in counts:  # all at once: a read for each would take longer than the rest
                     counts[packed] = packed.steps.tolist()
                 step = counts[packed][index]
-            kinds.setdefault((packed, param.dtype, param.grad.dtype, step), []).append(index)
-        for (packed, _, _, step), indices in kinds.items():
+            alike.setdefault((packed, param.dtype, param.grad.dtype, step), []).append(index)
+        for (packed, _, _, step), indices in alike.items():
             yield packed, indices, step
 
 
 def _key_of(state: MutableMapping[Tensor, State]) -> list[Any]:
-    """What changes where somebody replaces or moves a parameter's state, or moves the parameter."""
+    """A list that differs once a parameter or its state was moved, or the state was replaced."""
     key: list[Any] = []
     for param, entry in state.items():
         if isinstance(param, Tensor) and entry:
