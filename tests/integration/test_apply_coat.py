@@ -15,7 +15,6 @@ from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.lora import OWN, SHARED, attach_lora
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.coat import COATConfig
-from coat_flux.trainers.standalone.network import lora_parameters
 from coat_flux.watch.casts import INPUT, CastProbe, weight_rows
 from tests.helpers.asserts import assert_all_bitwise, assert_bitwise, assert_sqnr, cosine
 from tests.helpers.flux import (
@@ -69,6 +68,8 @@ def test_disabled_is_a_bit_exact_no_op():
     (output, expected), (found, gradients) = step_of(plain), step_of(model)
     assert_bitwise(found, output)
     assert_all_bitwise(gradients, expected)
+    with pytest.raises(ValueError, match=r"already has an adapter; call apply_coat before adding the LoRA"):
+        apply_coat(model, config())
 
 
 def test_a_second_application_reconfigures_but_never_misreads_codes():
@@ -97,13 +98,6 @@ def test_a_model_with_codes_is_not_saved_before_it_is_restored(tmp_path):
     again.save_pretrained(tmp_path)  # weights in high precision
 
 
-def test_a_model_that_has_its_lora_already_is_refused():
-    model = tiny_flux()
-    tiny_lora(model, COATConfig.from_dict({"enabled": False}))
-    with pytest.raises(ValueError, match=r"already has an adapter; call apply_coat before adding the LoRA"):
-        apply_coat(model, config())
-
-
 class Odd(nn.Linear):
     pass
 
@@ -126,9 +120,10 @@ def test_fallback_for_a_device(monkeypatch, caplog):
     with pytest.raises(RuntimeError, match=r"34 layers .*compute capability 8.0.*set coat.fallback: bf16"):
         apply_coat(tiny_flux(), config(fallback="error"))
     model, report, _ = coat_flux_model({"memory": KEEP, "fallback": "bf16"})
-    assert report.why["transformer_blocks.0.attn.to_q"] == "fallback: cuda: compute capability 8.0"
-    assert "34 layers stay in high precision: fallback: cuda: compute capability 8.0" in caplog.text
-    assert "fallback: cuda: compute capability 8.0" in report.table(1000)
+    why = "fallback: cuda: compute capability 8.0"
+    assert report.why["transformer_blocks.0.attn.to_q"] == why
+    assert f"34 layers stay in high precision: {why}" in caplog.text
+    assert why in report.table(1000)
     assert predict(model).isfinite().all()
 
 
@@ -164,37 +159,23 @@ def in_bf16() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         {"memory": KEEP, "weight": {"use_fp8": False}},
         {"memory": KEEP, "activation": {"use_fp8": False}},
         {"memory": KEEP, "activation": {"nonlinear_granularity": "per_tensor", "attention": "bf16"}},
+        "autocast",
     ],
     ids=str,
 )
 def test_a_training_step_stays_near_bf16(block, in_bf16):
-    model, _, _ = coat_flux_model(block)
-    (expected_output, expected), (output, gradients) = in_bf16, step_of(model)
+    """Also of a model in fp32 under autocast, as ACCELERATE_MIXED_PRECISION=bf16 has it in ai-toolkit."""
+    is_autocast = block == "autocast"
+    dtype = torch.float32 if is_autocast else torch.bfloat16
+    model, _, _ = coat_flux_model({"memory": KEEP} if is_autocast else block, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        output, gradients = step_of(model)
+    expected_output, expected = in_bf16
     assert_sqnr(expected_output, output, FLUX_OUTPUT_FLOOR_DB)
     similarity = {name: cosine(expected[name], gradient) for name, gradient in gradients.items()}
     assert len(similarity) == 80
     assert min(similarity.values()) > FLUX_GRADIENT_COSINE
     assert sum(similarity.values()) / 80 > FLUX_GRADIENT_COSINE_MEAN
-
-
-def test_autocast_training_step(in_bf16):
-    """ACCELERATE_MIXED_PRECISION=bf16 in ai-toolkit: fp32 model under autocast."""
-    model, _, _ = coat_flux_model({"memory": KEEP}, dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = loss_of(predict(model))
-    loss.backward()
-    similarity = [cosine(in_bf16[1][name], param.grad) for name, param in lora_parameters(model).items()]
-    assert len(similarity) == 80
-    assert sum(similarity) / 80 > FLUX_GRADIENT_COSINE_MEAN
-
-
-def test_inference_after_training_is_unpacked_and_deterministic():
-    model, _, _ = coat_flux_model()
-    lora_gradients(model)
-    with torch.no_grad():
-        first = predict(model)
-    with torch.inference_mode():
-        assert_bitwise(predict(model), first)
 
 
 def live_objects(*names: str) -> int:
@@ -203,13 +184,18 @@ def live_objects(*names: str) -> int:
 
 
 @pytest.mark.parametrize("mode", ["none", "all"])
-def test_a_forward_pass_without_backward_leaves_nothing(mode):
+def test_a_forward_pass_without_backward_leaves_nothing_and_inference_is_deterministic(mode):
     model, _, _ = coat_flux_model({"memory": {"checkpointing": mode}})
     before = live_objects("Quantized", "_Keeper", "_BlockBackward")
     prediction = predict(model)
     assert live_objects("Quantized", "_Keeper", "_BlockBackward") > before
     del prediction
     assert live_objects("Quantized", "_Keeper", "_BlockBackward") == before
+    lora_gradients(model)
+    with torch.no_grad():
+        first = predict(model)
+    with torch.inference_mode():
+        assert_bitwise(predict(model), first)
 
 
 NVFP4 = {"weight": {"format": "nvfp4"}, "memory": KEEP}
@@ -267,15 +253,22 @@ def some_x() -> Tensor:
     return torch.randn(2, 9, K).bfloat16().requires_grad_()
 
 
-def test_gradients_are_those_of_plain_adapters_from_the_fp8_input():
-    plain, ours, x = peft_model(), None, some_x()
+@pytest.mark.parametrize(
+    ("base_fp8", "lora", "group"),
+    [(False, {}, OWN), (True, {"lora_dropout": 0.5}, OWN), (True, {"use_dora": True}, OWN), (True, {}, SHARED)],
+    ids=["plain base", "dropout", "dora", "vanilla"],
+)
+def test_who_shares_and_gradients_are_those_of_plain_adapters_from_the_fp8_input(base_fp8, lora, group):
+    plain = peft_model(base_fp8, **lora)
     ours = copy.deepcopy(plain)
-    attach_lora(ours, COAT)
-    dy = torch.randn(2, 9, K).bfloat16()
-    y, expected = ours(x), plain(x)
-    assert_bitwise(y, expected)
-    y.backward(dy)
-    expected.backward(dy)
+    assert list(attach_lora(ours, COAT).values()) == [group] * 4
+    x, dy = some_x(), torch.randn(2, 9, K).bfloat16()
+    if group == SHARED:
+        inputs = saved_inputs(lambda: ours(x))
+        assert len({t.untyped_storage().data_ptr() for t in inputs}) == 2  # one for q, k, v, one for to_out
+    for model in (ours, plain):
+        torch.manual_seed(0)
+        model(x).backward(dy)
     for (name, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
         if "lora_A" in name:
             assert_sqnr(q.grad, p.grad, product_floor_db("e4m3"))
@@ -283,31 +276,11 @@ def test_gradients_are_those_of_plain_adapters_from_the_fp8_input():
             assert_bitwise(p.grad, q.grad)
 
 
-@pytest.mark.parametrize(
-    ("base_fp8", "lora", "group"),
-    [(False, {}, OWN), (True, {"lora_dropout": 0.5}, OWN), (True, {"use_dora": True}, OWN), (True, {}, SHARED)],
-    ids=["plain base", "dropout", "dora", "vanilla"],
-)
-def test_who_shares_and_who_does_not(base_fp8, lora, group):
-    model = peft_model(base_fp8, **lora)
-    assert list(attach_lora(model, COAT).values()) == [group] * 4
-    if group == SHARED:
-        inputs = saved_inputs(lambda: model(some_x()))
-        assert len({t.untyped_storage().data_ptr() for t in inputs}) == 2  # one for q, k, v, one for to_out
-    model(some_x()).square().mean().backward()
-    gradients = [p.grad for p in model.parameters() if p.requires_grad]
-    assert all(g is not None and g.isfinite().all() for g in gradients)
-
-
-def toolkit_pair() -> tuple[nn.Module, Network]:
-    model = replace_linear_with_fp8(Attention().bfloat16(), COAT.linear_config()).requires_grad_(False)
-    return model, Network([module for module in model.modules() if isinstance(module, nn.Linear)], R)
-
-
 @pytest.mark.parametrize("weakly", [False, True])
 def test_ai_toolkits_adapters_share_with_their_base_too(weakly):
     """Its newer versions hold a weak reference to the base in place of the list."""
-    model, network = toolkit_pair()
+    model = replace_linear_with_fp8(Attention().bfloat16(), COAT.linear_config()).requires_grad_(False)
+    network = Network([module for module in model.modules() if isinstance(module, nn.Linear)], R)
     for lora in network.unet_loras if weakly else ():
         lora.orig_module_ref = weakref.ref(lora.org_module[0])
         del lora.org_module
@@ -315,17 +288,9 @@ def test_ai_toolkits_adapters_share_with_their_base_too(weakly):
     inputs = saved_inputs(lambda: model(some_x()))
     assert len(inputs) == 4
     assert len({t.untyped_storage().data_ptr() for t in inputs}) == 2
-
-
-def test_a_convolutions_adapter_is_skipped_by_name():
-    _, network = toolkit_pair()
-    network.unet_loras[0].lora_down = nn.Conv2d(K, R, 1, bias=False)
-    network.unet_loras[1].lora_down = nn.Linear(K, R)
-    inputs = attach_lora(network, COAT)
-    assert inputs["unet_loras.0"] == "its down projection is a Conv2d"
-    assert inputs["unet_loras.1"] == "its down projection is a Linear"
-
-
-def test_without_an_adapter_it_is_an_error():
+    for lora, down in zip(network.unet_loras, (nn.Conv2d(K, R, 1, bias=False), nn.Linear(K, R)), strict=False):
+        lora.lora_down = down
+    names = list(attach_lora(network, COAT).values())[:2]
+    assert names == ["its down projection is a Conv2d", "its down projection is a Linear"]
     with pytest.raises(ValueError, match="Attention: no LoRA adapter found; attach after the LoRA network is made"):
         attach_lora(Attention(), COAT)

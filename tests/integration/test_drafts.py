@@ -227,6 +227,8 @@ def test_a_line_beside_each_photo_is_the_trigger_and_what_blip_says(photos, fold
     assert f"photos: 3 captions by {blip}, 0 kept, 0 failed" in out
     assert run("caption", "photos", "--model", blip, "--ext", ".caption") == 0
     assert texts(photos, "caption") == drafts
+    assert run("caption", "photos", "--model", blip, "--ext", ".caption") == 0
+    assert texts(photos, "caption") == drafts
 
 
 def test_florence_is_given_its_task_and_all_that_it_writes_is_the_caption(photos, monkeypatch):

@@ -94,11 +94,8 @@ def test_made_up_words():
     words = [made_up_word(name) for name in ("a", "été", "裙子", "")]
     assert all(len(word) == 4 and word.isascii() for word in words)
     assert made_up_word("裙子") == made_up_word("裙子") != made_up_word("帽子")
-
-
-def test_a_made_up_word_is_in_no_caption():
-    assert made_up_word("dungarees", ["a Dngrs on a chair"]).startswith("dngrs")
-    assert len(made_up_word("dungarees", ["a Dngrs on a chair"])) == 6
+    other = made_up_word("dungarees", ["a Dngrs on a chair"])
+    assert (other[:5], len(other)) == ("dngrs", 6)
 
 
 @pytest.fixture
@@ -141,42 +138,19 @@ def test_the_format_is_one_the_card_multiplies_and_check_has_no_warning(plain, c
     assert "warning" not in capsys.readouterr().out
 
 
-def spoil(folder: Path, how: str) -> str:
-    """Spoil the folder; returns what must be said of it."""
-    if how == "few":
-        for i in range(3, 12):
-            (folder / f"{i}.jpg").unlink()
-            (folder / f"{i}.txt").unlink()
-        return "datasets: 3 photos: "
-    if how == "no captions":
-        for path in folder.glob("*.txt"):
-            path.unlink()
-        return "12 of 12 images have no .txt caption"
-    if how == "black":
-        for path in folder.glob("*.jpg"):
-            Image.new("RGB", (900, 1200)).save(path)
-        return "shows one colour all over"
-    (folder / "x.avif").write_bytes(b"x")
-    return "1 images are not read (first: x.avif)"
-
-
-@pytest.mark.parametrize("how", ["few", "no captions", "black", "unread"])
-def test_what_is_wrong_with_the_photos_is_said_by_new_data_and_check(plain, capsys, how):
-    said = spoil(plain, how)
-    commands = ["new bag --gpu 24", "data bag", "data bag.yaml", "check bag.yaml --elsewhere"]
-    for command in commands:
+def test_what_is_wrong_with_photos_and_model_is_said_by_new_data_and_check(plain, capsys):
+    for i in range(3, 12):
+        (plain / f"{i}.jpg").unlink()
+        (plain / f"{i}.txt").unlink()
+    for command in ("new bag --gpu 24", "data bag", "data bag.yaml", "check bag.yaml --elsewhere"):
         assert main(command.split()) == 0
-        assert said in capsys.readouterr().out, command
-
-
-@pytest.mark.parametrize(("name", "warned"), [("FLUX.1-schnell", True), ("FLUX.1-dev", False)])
-def test_a_distilled_model_is_warned_of(plain, capsys, name, warned):
-    assert main(["new", "bag", "--gpu", "24"]) == 0
-    Path("bag.yaml").write_text(Path("bag.yaml").read_text("utf-8").replace("FLUX.1-dev ", f"{name} "), "utf-8")
+        out = capsys.readouterr().out
+        assert "datasets: 3 photos: " in out, command
+        assert "model.name_or_path" not in out
+    Path("bag.yaml").write_text(Path("bag.yaml").read_text("utf-8").replace("FLUX.1-dev ", "FLUX.1-schnell "), "utf-8")
     for command in ("data bag.yaml", "check bag.yaml --elsewhere"):
-        capsys.readouterr()
         assert main(command.split()) == 0
-        assert ("model.name_or_path" in capsys.readouterr().out) == warned, command
+        assert "model.name_or_path" in capsys.readouterr().out, command  # a distilled model
 
 
 HEIC = """
@@ -199,14 +173,12 @@ def test_heic_is_read_with_pillow_heif_and_named_without(plain, reader):
     done = subprocess.run([sys.executable, "-c", HEIC, reader], capture_output=True, text=True, check=False)
     if reader == "with":
         assert done.returncode == 0, done.stderr
-        assert "datasets[0].folder_path=bag: 12 images, 12 captions" in done.stdout
-        assert "2 HEIC" in done.stdout
+        assert "12 images, 12 captions" in done.stdout
         assert read_photo(plain / "0.heic")[0].size == (900, 1200)
     else:
         assert done.returncode == 2
-        assert "(first: 0.heic); save them as one of .jpg, .jpeg, .png, .webp to train on them, or pip" in done.stdout
+        assert "(first: 0.heic); save them as one of .jpg, " in done.stdout
         assert "1.jpg: cannot be read as an image (it is HEIC, " in done.stderr
-        assert "pip install pillow-heif" in done.stderr
 
 
 def test_without_photos_check_asks_for_them(tmp_path, capsys):

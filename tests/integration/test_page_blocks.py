@@ -16,7 +16,6 @@ from accelerate.commands.launch import launch_command_parser
 
 from coat_flux.cli import entry
 from coat_flux.config.check import check_job_dict
-from coat_flux.config.coat import BY_KEY, COATConfig
 from coat_flux.config.job_file import parse
 from tests.helpers.engine_job import engine_job, train
 from tests.helpers.flux import tiny_flux
@@ -82,18 +81,6 @@ def test_yaml_is_a_fragment_of_a_job(page, place):
         job = engine_job("mine", **place, coat={})
         job["config"]["process"][0] |= parse(block, page)
         assert [finding.line() for finding in check_job_dict(job)] == []
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_options_in_sentences_are_coats(page):
-    for key, value in re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)*): ([^`]+)`", PAGES[page]):
-        path = key.removeprefix("coat.")
-        options = [path] if path in BY_KEY else [option for option in BY_KEY if option.endswith(f".{path}")]
-        if len(options) == 1:
-            block: Any = yaml.safe_load(value)
-            for part in reversed(options[0].split(".")):
-                block = {part: block}
-            COATConfig.from_dict(block)
 
 
 @pytest.mark.parametrize("command", _commands())

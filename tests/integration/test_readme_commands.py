@@ -20,7 +20,6 @@ from coat_flux.cli.entry import main
 from tests.helpers.aitk_standin.host import copy_checkout
 
 ROOT = Path(__file__).parents[2]
-READMES = ("README.md", "README_zh.md")
 ENGLISH = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SOURCES = ("setup.py", "pyproject.toml", "README.md", "coat_core", "extensions", "configs", "datasets_example")
 TINY = "configs/flux_clothing_tiny.yaml"
@@ -133,12 +132,17 @@ def test_a_wheel_holds_the_code_configs_photos_and_the_mini_flux(installed):
         assert _files(package / folder) == _files(ROOT / "extensions" / "coat_flux" / folder)
 
 
-def test_the_chinese_pages_have_the_same_commands():
-    pairs = [(ROOT / READMES[0], ROOT / READMES[1])]
+def _figures(page: Path) -> set[str]:
+    return set(re.findall(r"(\d+\.\d+) GB", page.read_text("utf-8")))
+
+
+def test_the_chinese_pages_have_the_same_commands_and_figures():
+    pairs = [(ROOT / "README.md", ROOT / "README_zh.md")]
     pairs += [(ROOT / "docs" / page.name, page) for page in (ROOT / "docs" / "zh").glob("*.md")]
     assert len(pairs) > 3
     for english, chinese in pairs:
         assert commands(english) == commands(chinese), english
+        assert _figures(english) <= _figures(chinese), english
 
 
 @pytest.mark.parametrize("command", SAYS)
