@@ -1,4 +1,4 @@
-"""The figures of the English pages are those that `coat-flux plan` has today; test_readme_commands.py has the others."""
+"""The figures of the English pages are those of `coat-flux plan` today; test_readme_commands.py has the Chinese."""
 
 import functools
 import re

@@ -20,7 +20,6 @@ from coat_flux.blocks.decide import Given, flow_settings
 from coat_flux.blocks.fused import chooser
 from coat_flux.blocks.held import HeldTensors
 from coat_flux.blocks.lora import attach_lora
-from coat_flux.blocks.report import CoatReport, treatments
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.blocks.sizes import FlowSettings, Tokens, block_bytes, largest_moment, read_block
 from coat_flux.config.coat import COATConfig
@@ -34,9 +33,7 @@ from coat_flux.trainers.standalone.loading import load_transformer
 from coat_flux.trainers.standalone.network import add_lora, lora_targets
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from scripts.bench_memory import kept_bytes as measured_kept_bytes
-from tests.architecture.sources import ROOT
 from tests.helpers.engine_job import engine_job
-from tests.helpers.toolkit_lora import Network
 from tests.tolerances import PLAN_FULL_RTOL, PLAN_KEPT_RTOL, PLAN_MOMENT_RTOL
 
 
@@ -117,20 +114,16 @@ CASES: dict[str, tuple[dict[str, Any], tuple[Any, ...], Tokens]] = {
 }  # fmt: skip
 
 
-def assert_keeps_what_is_predicted(model: nn.Module, coat: COATConfig, tokens: Tokens) -> None:
-    inputs = flux_inputs(tokens)
+@pytest.mark.parametrize("name", CASES)
+def test_saved_activations_are_as_predicted(name):
+    block, sizes, tokens = CASES[name]
+    coat = COATConfig.from_dict(block)
+    model, inputs = flux_model(coat, *sizes), flux_inputs(tokens)
     for _ in range(2):  # weights are joined and adapters copied, in memory of their own
         model(**inputs)
     measured = measured_kept_bytes(lambda: model(**inputs))
     kept, _ = predicted(model, tokens, flow_settings(coat, Given((), device="cpu")))
     assert kept == pytest.approx(measured, rel=PLAN_KEPT_RTOL)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_saved_activations_are_as_predicted(name):
-    block, sizes, tokens = CASES[name]
-    coat = COATConfig.from_dict(block)
-    assert_keeps_what_is_predicted(flux_model(coat, *sizes), coat, tokens)
 
 
 @pytest.fixture
@@ -274,49 +267,3 @@ def test_disk_of_a_run(place, monkeypatch):
     headers = 700 * len(facts.adapter_sizes) * len(sizes)  # names and shapes of the tensors in each file
     written = facts.lora_bytes + optimizer_bytes(facts) + facts.lora_bytes // 2  # there only while a save is written
     assert 0 <= sum(sizes.values()) - (predicted_bytes - written) <= headers
-
-
-# -- what the start table and `plan` say of a shipped config's flow is what its blocks do, at its own batch size -------
-# of the shipped configs those whose blocks differ on a CPU: 12gb is 8gb, 16gb the first in nvfp4, 80gb the first
-NAMES = ("coat", "coat_8gb", "tiny")
-CONFIGS = [ROOT / "configs" / f"flux_clothing_{name}.yaml" for name in NAMES]
-
-
-def shipped_model(coat: COATConfig, batch: int) -> tuple[Any, CoatReport]:
-    """A narrow FLUX under COAT with a LoRA of rank 16, at the strengths ai-toolkit sets for a batch."""
-    model = flux_transformer(2, 64, (1, 2)).to(torch.bfloat16).requires_grad_(False)
-    targets = lora_targets(model, NetworkSection())
-    report = apply_coat(model, coat)
-    network = Network([model.get_submodule(name) for name in targets], 16).train()
-    network.multiplier = [1.0] * batch
-    vars(model)["network"] = network
-    attach_lora(network, coat)
-    return model.train(), report
-
-
-def saved_row(report: CoatReport) -> str:
-    return next(row.got for row in report.parts() if row.part == "saved tensors")
-
-
-def flows_of(model: nn.Module) -> set[str]:
-    """Of the blocks that keep what they save, after a forward pass."""
-    policy = BlockRunner.of(model)
-    assert policy is not None
-    kept = [what for what in treatments(policy.plan, policy.ran) if not what.startswith("recomputed")]
-    return {"fused" if "fused flow" in what else "generic" if "generic flow" in what else "eager" for what in kept}
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_shipped_config_does_what_is_said_of_it(config, caplog):
-    job = JobConfig.load(config)
-    facts = JobFacts(job)
-    tokens = Tokens(facts.tokens.batch, 32, 64)
-    assert tokens.batch == job.train.batch_size
-    model, report = shipped_model(job.coat, tokens.batch)
-    before = saved_row(report)
-    assert_keeps_what_is_predicted(model, job.coat, tokens)
-    assert "flow in place of" not in caplog.text
-    assert facts.settings[-1].flow == "fused"
-    assert flows_of(model) == (set() if job.coat.memory.checkpointing == "all" else {"fused"})
-    assert before == "decided at the first step, expected: as asked"
-    assert "generic" not in saved_row(report)

@@ -198,8 +198,7 @@ def test_run_that_fails_leaves_its_phases(place, monkeypatch):
     monkeypatch.setattr("coat_flux.trainers.standalone.trainer.whole_norms", fail)
     with pytest.raises(OutOfMemory):
         COATTrainer(engine_job("broken", **place)).train()
-    folder = place["out"] / "broken" / "coat"
-    record = read(folder)
+    record = read(place["out"] / "broken" / "coat")
     assert {"load", "cache", "step"} <= set(record["phases"])
     assert record["phases"]["step"]["most"]["gradients"] > 0
     assert record["prediction"] is None
@@ -225,12 +224,6 @@ def test_process_in_ai_toolkit(host, capsys):
     assert log.count("prediction: none for this run (ConfigError: ") == 1
     assert "Traceback" not in out
     assert process.step_num == 3
-
-
-def test_disabled_process_has_no_report(host):
-    host.start()
-    host.run(coat={"enabled": False})
-    assert not (host.save_folder / "coat").exists()
 
 
 def test_prediction_is_for_the_device_that_trained(place, tmp_path):
