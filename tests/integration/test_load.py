@@ -133,12 +133,6 @@ def test_codes_are_those_of_a_model_loaded_whole(models, name, coat):
     assert reports[0].table() == reports[1].table()
 
 
-def test_a_pattern_that_matches_nothing_is_found_before_a_weight_is_read(models, monkeypatch):
-    monkeypatch.setattr(weights.Weights, "read", lambda *_: pytest.fail("read"))
-    with pytest.raises(ConfigError, match="matches no linear layer"):
-        load_transformer(str(models["shards"]), BF16, COATConfig.from_dict({"activation": {"exclude": ["nothing*"]}}))
-
-
 def test_memory_holds_the_codes_and_one_weight(models, monkeypatch):
     monkeypatch.setattr(weights, "MAPPED_BYTES", 0)
     monkeypatch.setattr("coat_flux.blocks.apply.note_weight", lambda *_: None)  # takes more than these small weights
@@ -166,6 +160,10 @@ def test_memory_holds_the_codes_and_one_weight(models, monkeypatch):
     if maps[0] is not None:
         assert max(maps) - maps[0] <= 2 < len(maps)  # of the tensor before, and its module's
         assert mapped_files(models["shards"]) == maps[0]  # those of models that other tests hold
+    count = len(maps)
+    with pytest.raises(ConfigError, match="matches no linear layer"):  # found before a weight is read
+        load_transformer(str(models["shards"]), BF16, COATConfig.from_dict({"activation": {"exclude": ["nothing*"]}}))
+    assert len(maps) == count
 
 
 def mapped_files(folder: Path) -> int | None:
@@ -300,20 +298,16 @@ def test_check_and_plan_say_what_a_file_is_and_no_command_takes_a_bad_one(mini, 
     raw["config"]["process"][0]["model"]["extras_name_or_path"] = str(MINI_FLUX)
     job.write_text(yaml.safe_dump(raw))
     write_original(mini, path, kind="Q8_0")
-    whole_file = path.read_bytes()
+    said = f"\ntransformer: {path.name}, one file; weights of its blocks: 48 in GGUF Q8_0"
     for command in ("check", "plan"):
         assert main([command, str(job)]) == 0
-        assert (
-            f"\ntransformer: {path.name}, one file; weights of its blocks: 48 in GGUF Q8_0" in capsys.readouterr().out
-        )
+        assert said in capsys.readouterr().out
+    whole_file = path.read_bytes()
     write_original(mini, other)
     for data, words in (
         (whole_file[: len(whole_file) // 2], "is not a whole GGUF file"),
         (other.read_bytes(), "is a .safetensors file by its content; rename it"),
-        (
-            whole_file.replace(b"double_blocks.", b"blk.0.xblocks."),
-            "is a language model or text encoder; give a FLUX.1",
-        ),
+        (whole_file.replace(b"double_blocks.", b"blk.0.xblocks."), "is a language model or text encoder; "),
     ):
         path.write_bytes(data)
         for command in ("check", "plan", "train"):
@@ -329,10 +323,6 @@ QKV = "double_blocks.0.img_attn.qkv"
 def put(suffix: str, value: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict[str, torch.Tensor]], Any]:
     """Replace a tensor of `QKV` by one made of its weight, or of the tensor itself."""
     return lambda t: t.update({f"{QKV}.{suffix}": value(t.get(f"{QKV}.{suffix}", t[f"{QKV}.weight"]))})
-
-
-def taken(suffix: str) -> Callable[[dict[str, torch.Tensor]], Any]:
-    return lambda t: t.pop(f"{QKV}.{suffix}")
 
 
 def note(kind: str, end: int | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -352,8 +342,8 @@ SPOILED: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], Any], str]] = 
     "a note of another format": ("nvfp4", another_note, "e5m2, and"),
     "codes of another dtype": ("int8", put("weight", fp8), "is int8_tensorwise, and holds F8_"),
     "a format of others": ("fp8 noted", put("comfy_quant", note("mxfp8")), "as mxfp8, which is not"),
-    "no scale": ("int8", taken("weight_scale"), "has no scale of "),
-    "no tensor scale": ("nvfp4", taken("weight_scale_2"), "has no scale of "),
+    "no scale": ("int8", lambda t: t.pop(f"{QKV}.weight_scale"), "has no scale of "),
+    "no tensor scale": ("nvfp4", lambda t: t.pop(f"{QKV}.weight_scale_2"), "has no scale of "),
     "scales of another shape": ("nvfp4", put("weight_scale", lambda scale: scale[:-1]), "scales of "),
     "a damaged note": ("int8", put("comfy_quant", note("x", -3)), "has a damaged note"),
 }
@@ -373,90 +363,72 @@ def test_a_file_that_contradicts_itself_is_told_from_its_header(mini, tmp_path, 
         find_model(str(path), "model")
 
 
-def test_gguf_is_told_by_its_start_and_needs_its_package(tmp_path, monkeypatch):
-    path = tmp_path / "flux.gguf"
-    path.write_bytes(b"no")
-    with pytest.raises(CheckpointError, match=r"is not a whole GGUF file .*; download it again"):
-        read_header(path)
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(CheckpointError, match=r"coat-flux\[gguf\]"):
-        read_header(path)
-
-
 @pytest.mark.parametrize(
-    ("tensors", "words"),
+    ("tensor", "words"),
     [
-        ({"double_blocks.0.img_attn.qkv.lora_A.weight": (4, 4)}, "is a LoRA; give a FLUX.1 checkpoint"),
-        ({"model.diffusion_model.input_blocks.0.0.weight": (4, 4)}, "is Stable Diffusion; "),
-        ({"encoder.block.0.layer.0.SelfAttention.q.weight": (4, 4)}, "is the text encoder T5; "),
-        ({"decoder.conv_in.weight": (4, 4)}, "is a VAE; "),
-        ({"double_blocks.0.img_attn.qkv.weight.absmax": (4,)}, "is FLUX in a format for inference only; "),
-        ({"double_blocks.0.img_attn.qkv.weight": (12, 4)}, "has no tensor img_in.weight; download it again"),
-        ({"transformer_blocks.0.attn.to_q.weight": (4, 4)}, "is a transformer in diffusers layout; "),
-        ({"x": (1,)}, "is an unknown model; "),
+        ("double_blocks.0.img_attn.qkv.lora_A.weight", "is a LoRA; give a FLUX.1 checkpoint"),
+        ("model.diffusion_model.input_blocks.0.0.weight", "is Stable Diffusion; "),
+        ("encoder.block.0.layer.0.SelfAttention.q.weight", "is the text encoder T5; "),
+        ("decoder.conv_in.weight", "is a VAE; "),
+        ("double_blocks.0.img_attn.qkv.weight.absmax", "is FLUX in a format for inference only; "),
+        ("double_blocks.0.img_attn.qkv.weight", "has no tensor img_in.weight; download it again"),
+        ("transformer_blocks.0.attn.to_q.weight", "is a transformer in diffusers layout; "),
+        ("x", "is an unknown model; "),
+        ("img_out.weight", "has a tensor img_out.weight, which FLUX.1 does not have"),
     ],
 )
-def test_other_files_are_named(tmp_path, tensors, words):
-    path = tmp_path / "a.safetensors"
-    save_file({name: torch.zeros(shape) for name, shape in tensors.items()}, path)
+def test_other_files_are_named(mini, tmp_path, tensor, words):
+    path, state = tmp_path / "a.safetensors", original_state(mini) if tensor == "img_out.weight" else {}
+    save_file({**state, tensor: torch.zeros(4, 4)}, path)
     with pytest.raises(ModelLoadError, match=r"model\.name_or_path=") as caught:
         load_transformer(str(path), torch.bfloat16)
     assert words in str(caught.value)
 
 
-def test_a_tensor_too_many_is_named(mini, tmp_path):
-    path, state = tmp_path / "a.safetensors", original_state(mini)
-    save_file({**state, "img_out.weight": torch.zeros(1)}, path)
-    with pytest.raises(ModelLoadError, match=r"has a tensor img_out\.weight, which FLUX\.1 does not have"):
-        load_transformer(str(path), torch.bfloat16)
-
-
-def test_a_file_that_is_not_whole_is_told_from_its_header(tmp_path):
+def test_a_file_that_is_not_whole_is_told_from_its_header(tmp_path, monkeypatch):
     path = tmp_path / "a.safetensors"
     save_file({"a": torch.zeros(64)}, path)
     data = path.read_bytes()
-    for spoiled, words in (
-        (data[:-64], "so it is not whole; download it again"),
-        (data[:4], "is not safetensors"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
-        (data[:8] + b"\x00" + data[9:], "is not safetensors"),
+    for name, spoiled, words in (
+        ("a.safetensors", data[:-64], "so it is not whole; download it again"),
+        ("a.safetensors", data[:4], "is not safetensors"),
+        ("a.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
+        ("a.safetensors", data[:8] + b"\x00" + data[9:], "is not safetensors"),
+        ("a.gguf", b"no", r"is not a whole GGUF file .*; download it again"),
     ):
+        path = tmp_path / name
         path.write_bytes(spoiled)
         with pytest.raises(CheckpointError, match=words):
             read_header(path)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(CheckpointError, match=r"coat-flux\[gguf\]"):
+        read_header(path)
 
 
 def changed(edit: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
 
     def change(folder: Path) -> None:
-        path = folder / "transformer" / weights.WEIGHTS
-        tensors = load_file(path)
+        tensors = load_file(folder / weights.WEIGHTS)
         edit(tensors)
-        save_file(tensors, path)
+        save_file(tensors, folder / weights.WEIGHTS)
 
     return change
 
 
 def cut(folder: Path) -> None:
-    shard = sorted((folder / "transformer").glob("*.safetensors"))[1]
+    shard = sorted(folder.glob("*.safetensors"))[1]
     os.truncate(shard, shard.stat().st_size // 2)
 
 
-BAD: dict[str, tuple[str, Callable[[Path], Any], str]] = {
+SHAPE = r"has proj_out\.bias of shape \[3\], not \[64\]; download it again"
+UNET = '{"_class_name": "UNet2DConditionModel"}'
+BAD: dict[str, tuple[str, Callable[[Path], Any], str]] = {  # of what, change of transformer/, words
     "missing": ("one file", changed(lambda t: t.pop("proj_out.bias")), r"lacks proj_out\.bias; download"),
     "unexpected": ("one file", changed(lambda t: t.update(img_out=torch.zeros(1))), "has img_out, which"),
-    "wrong shape": (
-        "one file",
-        changed(lambda t: t.update({"proj_out.bias": torch.zeros(3)})),
-        r"has proj_out\.bias of shape \[3\], not \[64\]; download it again",
-    ),
+    "wrong shape": ("one file", changed(lambda t: t.update({"proj_out.bias": torch.zeros(3)})), SHAPE),
     "cut": ("shards", cut, r"transformer/diffusion\S+-00002-of-\S+ is .* so it is not whole; download it again"),
-    "index": ("shards", lambda f: (f / "transformer" / weights.INDEX).write_text("{}"), "has a damaged .*index.json"),
-    "another model": (
-        "one file",
-        lambda f: (f / "transformer" / "config.json").write_text(json.dumps({"_class_name": "UNet2DConditionModel"})),
-        "transformer/ holds a UNet2DConditionModel; give a FLUX.1 or FLUX.2 model",
-    ),
+    "index": ("shards", lambda f: (f / weights.INDEX).write_text("{}"), "has a damaged .*index.json"),
+    "another model": ("one file", lambda f: (f / "config.json").write_text(UNET), "holds a UNet2DConditionModel; "),
 }
 
 
@@ -464,8 +436,7 @@ BAD: dict[str, tuple[str, Callable[[Path], Any], str]] = {
 def test_what_cannot_be_loaded_is_named(models, tmp_path, what):
     name, spoil, words = BAD[what]
     folder = tmp_path / "model"
-    shutil.copytree(models[name] / "transformer", folder / "transformer")
-    spoil(folder)
+    spoil(shutil.copytree(models[name] / "transformer", folder / "transformer"))
     with pytest.raises(ModelLoadError, match=words) as caught:
         load_transformer(str(folder), BF16)
     assert str(caught.value).startswith(f"model.name_or_path={folder}: ")

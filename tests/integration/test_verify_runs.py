@@ -17,7 +17,7 @@ from coat_flux.study.compare import LOSSLESS
 from coat_flux.trainers.standalone.session import Session
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.guard import DeadRunError
-from tests.helpers.asserts import assert_bitwise
+from tests.helpers.asserts import assert_all_bitwise
 from tests.helpers.engine_job import engine_job
 
 STEPS, SEED, PHOTOS = 3, 7, 5
@@ -48,20 +48,12 @@ def verdict(place: dict[str, Path]) -> Verdict:
     return verify(opened(place), seeds=2)
 
 
-def test_runs_are_ordinary_runs_on_the_photos_that_are_left(verdict, place):
+def test_pairs_are_twins_on_the_photos_that_are_left_whose_losses_fall(verdict, place):
     folder = place["out"] / "mine_verify"
     assert [run.name for run in verdict.runs] == ["bf16_seed7", "coat_seed7", "bf16_seed8", "coat_seed8"]
     assert not (place["out"] / "mine").exists()
     assert len(verdict.study.held_out) == 1
-    for run in verdict.runs:
-        job = yaml.safe_load((folder / run.name / "config.yaml").read_text(encoding="utf-8"))
-        assert job["config"]["process"][0]["validation"] == {"hold_out": verdict.study.held_out, "every": STEPS}
-        assert run.lora == folder / run.name / f"{run.name}.safetensors"
-        assert len(run.samples) == 1
-        assert run.steps_per_s > 0
 
-
-def test_pairs_are_twins_whose_losses_fall(verdict):
     def first_loss(name: str) -> float:
         with (verdict.study.folder / name / "coat" / "metrics.csv").open(encoding="utf-8") as file:
             return float(next(csv.DictReader(file))["loss"])
@@ -71,6 +63,11 @@ def test_pairs_are_twins_whose_losses_fall(verdict):
     assert first_loss("bf16_seed7") == pytest.approx(first_loss("coat_seed7"), rel=0.02)
     assert first_loss("bf16_seed7") != pytest.approx(first_loss("bf16_seed8"), rel=0.02)
     for run in verdict.runs:
+        job = yaml.safe_load((folder / run.name / "config.yaml").read_text(encoding="utf-8"))
+        assert job["config"]["process"][0]["validation"] == {"hold_out": verdict.study.held_out, "every": STEPS}
+        assert run.lora == folder / run.name / f"{run.name}.safetensors"
+        assert len(run.samples) == 1
+        assert run.steps_per_s > 0
         assert [step for step, _ in run.curve] == [0, STEPS]
         assert run.final_own == run.curve[-1][1] < run.curve[0][1]
         final = verdict.losses[run.name]
@@ -82,21 +79,18 @@ def test_pairs_are_twins_whose_losses_fall(verdict):
 def test_an_interrupted_run_ends_as_one_that_was_not(verdict, place):
     whole, resumed = opened(place, "whole").train_arm("bf16", BF16, SEED), verdict.runs[0]
     assert whole.curve == resumed.curve
-    left, right = load_file(whole.lora), load_file(resumed.lora)
-    for name in left:
-        assert_bitwise(left[name], right[name])
+    assert_all_bitwise(load_file(whole.lora), load_file(resumed.lora))
 
 
 def test_json_and_page_hold_the_verdict(verdict):
     content = json.loads((verdict.study.folder / "verdict.json").read_text(encoding="utf-8"))
     assert content["outcome"] == verdict.judgement.outcome
     assert content["sentence"] == verdict.judgement.sentence
-    assert [run["seed"] for run in content["runs"]] == [7, 7, 8, 8]
     runs = content["runs"]
-    gaps = [runs[i + 1]["final_bf16_model"] - runs[i]["final_bf16_model"] for i in (0, 2)]
-    assert content["in_bf16_model"]["gap"] == pytest.approx(sum(gaps) / 2)
-    gaps = [runs[i + 1]["final_own"] - runs[i]["final_own"] for i in (0, 2)]
-    assert content["in_own_precision"]["gap"] == pytest.approx(sum(gaps) / 2)
+    assert [run["seed"] for run in runs] == [7, 7, 8, 8]
+    for model, final in (("in_bf16_model", "final_bf16_model"), ("in_own_precision", "final_own")):
+        gaps = [runs[i + 1][final] - runs[i][final] for i in (0, 2)]
+        assert content[model]["gap"] == pytest.approx(sum(gaps) / 2)
     assert content["held_out"] == verdict.study.held_out
     page = (verdict.study.folder / "report.html").read_text(encoding="utf-8")
     assert page.count("data:image/jpeg") == 4
