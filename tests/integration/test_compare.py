@@ -89,11 +89,9 @@ def test_cells_are_the_runs_own_samples_and_the_best_is_marked(run, capsys):
 def test_a_lokrs_cells_are_its_runs_samples_and_half_of_it_is_less(tmp_path):
     sample = {"prompts": ["[trigger] shirt"], "sample_steps": 1, "sample_every": 2, "format": "png"}
     with tiny_place(tmp_path, 2) as place:
-        network = FEW_LINEARS | {"type": "lokr", "lokr_factor": 4}
-        steps = {"steps": 2, "lr": 0.05, "disable_sampling": False}
-        run = train(
-            "lokr", place, coat=COAT, network=network, train=steps, sample=sample, save={"dtype": "float32"}
-        ).parent
+        blocks = {"network": FEW_LINEARS | {"type": "lokr", "lokr_factor": 4}, "save": {"dtype": "float32"}}
+        blocks["train"] = {"steps": 2, "lr": 0.05, "disable_sampling": False}
+        run = train("lokr", place, coat=COAT, sample=sample, **blocks).parent
         cells = compare(run, "--strengths", "0.5,1")["rows"]
         own = RunFolder(run).samples()
     drawn = {pixels(run / OUT / cell) for row in cells for cell in row["cells"]}
@@ -195,28 +193,28 @@ def foreign(run: Path) -> list[Any]:
     return []
 
 
+def _wider(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    dims = {name: 0 if ".lora_A." in name else 1 for name in tensors}
+    return {name: torch.cat([x, x.narrow(dims[name], 0, 1)], dims[name]) for name, x in tensors.items()}
+
+
+def _more(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return tensors | {name.replace("s.0.", "s.1."): x.clone() for name, x in tensors.items()}
+
+
 REFUSED = {
     "no saves": (no_saves, "has no LoRA yet"),
     "unknown step": (lambda run: ["--saves", "7"], "--saves 7"),
     "a file and steps": (lambda run: [run / "run.safetensors", "--saves", "1"], "--saves"),
     "no LoRA": (lambda run: [run / "optimizer.pt"], "optimizer.pt"),
-    "no file": (lambda run: [run / "none.safetensors"], "none.safetensors"),
-    "another rank": (lambda run: [save_of(run, lambda x: {k: _wider(k, v) for k, v in x.items()})], "(5, "),
-    "more layers": (
-        lambda run: [save_of(run, lambda x: x | {k.replace("s.0.", "s.1."): x[k].clone() for k in x})],
-        "has none",
-    ),
+    "another rank": (lambda run: [save_of(run, _wider)], "(5, "),
+    "more layers": (lambda run: [save_of(run, _more)], "has none"),
     "no prompts": (lambda run: configured(run, sample={"prompts": []}), "--prompts"),
     "a whole model": (lambda run: configured(run, network=None), "whole model"),
-    "LoKr": (lambda run: configured(run, network={"type": "lokr"}), "has none"),
     "another model": (lambda run: configured(run, model={"arch": "qwen_image"}), "model.arch"),
     "no base": (lambda run: configured(run, model={"name_or_path": "no/such/model"}), "model.name_or_path"),
     "a user's folder": (foreign, "--out"),
 }
-
-
-def _wider(name: str, value: torch.Tensor) -> torch.Tensor:
-    return torch.cat([value, value[:1]]) if ".lora_A." in name else torch.cat([value, value[:, :1]], 1)
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -253,9 +251,8 @@ def test_at_most_six_saves_with_the_last_and_the_best(run):
 
 
 def test_a_run_of_ai_toolkit_is_drawn_over_an_fp8_base(run):
-    configured(
-        run, model={"quantize": True, "qtype": "qfloat8", "quantize_te": True}, train={"unload_text_encoder": True}
-    )
+    quantized = {"quantize": True, "qtype": "qfloat8", "quantize_te": True}
+    configured(run, model=quantized, train={"unload_text_encoder": True})
     job = yaml.safe_load((run / "config.yaml").read_text())
     process = job["config"]["process"][0]
     del process["coat"]
@@ -265,12 +262,8 @@ def test_a_run_of_ai_toolkit_is_drawn_over_an_fp8_base(run):
     assert drawn.coat.enabled
     assert drawn.coat.weight.use_fp8
     assert [(item.seed, item.width, item.height) for item in drawn.sample.items()] == [(3, 32, 64)] * 2
-    index = compare(run, "--steps", 1)
-    assert [column["label"] for column in index["columns"]][1:] == [
-        "step 1, ΔE 6",
-        "step 2, ΔE 4, best",
-        "step 3, ΔE 5",
-    ]
+    labels = [column["label"] for column in compare(run, "--steps", 1)["columns"]]
+    assert labels[1:] == ["step 1, ΔE 6", "step 2, ΔE 4, best", "step 3, ΔE 5"]
 
 
 @pytest.mark.parametrize(

@@ -42,16 +42,6 @@ def separate(place: dict[str, Path]) -> Path:
     return COATTrainer(full_job("separate", place, coat={}, train=WHOLE, save=EACH_STEP)).train()
 
 
-def test_room_is_asked_for_the_whole_model(place, monkeypatch):
-    """Not only for what is trained; weights in codes count as well."""
-    asked = []
-    monkeypatch.setattr(trainer, "require_room", lambda folder, space=None: asked.append(space) or [])
-    coat = {"include": ["single_transformer_blocks.*"]}
-    final = COATTrainer(full_job("room", place, coat=coat, train={"steps": 1}, save=EACH_STEP)).train()
-    saved = sum(x.numel() * x.element_size() for x in tensors_in(final / "transformer").values())
-    assert [space.lora for space in asked if space is not None] == [saved]
-
-
 class Killed(BaseException):
     """Ends a process like SIGKILL: nothing of ours catches it."""
 
@@ -112,10 +102,14 @@ def test_saves_are_rotated_gone_back_to_and_belong_to_their_run(place, separate)
     assert (separate / full.PART / "config.json").is_file()
 
 
-def test_include_and_exclude_choose_what_is_trained(place):
+def test_include_and_exclude_choose_what_is_trained_and_room_is_asked_for_the_whole_model(place, monkeypatch):
+    asked = []
+    monkeypatch.setattr(trainer, "require_room", lambda folder, space=None: asked.append(space) or [])
     coat = {"include": ["*.attn.*", "x_embedder"], "exclude": ["single_transformer_blocks.*", "*.bias"]}
     job = full_job("some", place, coat=coat, train={"steps": 2, "ema_config": {"use_ema": True, "ema_decay": 0.5}})
     final = COATTrainer(job).train()
+    whole = sum(x.nbytes for x in tensors_in(final / full.PART).values())  # weights in codes count as well
+    assert [space.lora for space in asked if space is not None] == [whole]
     start = FluxTransformer2DModel.from_pretrained(place["model"], subfolder="transformer", torch_dtype=torch.bfloat16)
     start = dict(start.named_parameters())
     saved = tensors_in(final / full.PART)

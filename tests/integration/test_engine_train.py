@@ -118,14 +118,11 @@ def test_a_finished_run_is_left_alone_and_one_with_more_steps_says_what_changed(
     assert float(rows(final.parent)[-1]["lr"]) == 5e-4
     group = torch.load(final.parent / "optimizer.pt", weights_only=True)["param_groups"][0]
     assert group["weight_decay"] == 0.5
-
-
-def test_where_no_state_is_whole_it_is_an_error_that_names_file_and_remedy(copied):
-    run, file = copied["out"] / "four", "optimizer.pt"
+    run, file = final.parent, "optimizer.pt"
     for folder in (run / "coat").glob("state-*"):
         (folder / file).write_bytes((folder / file).read_bytes()[:-20])
     files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    with pytest.raises(ResumeError, match=rf"{file}.*restore it from a backup, or"):
+    with pytest.raises(ResumeError, match=rf"{file}.*restore it from a backup, or"):  # where no state is whole
         train("four", copied, **FURTHER)
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == files
 
@@ -242,9 +239,6 @@ def test_photos_held_out_are_measured_and_leave_no_trace_in_a_run_or_its_resume(
     assert 0 < abs(found[1][1] - raw[0][1]) < abs(raw[1][1] - raw[0][1]) / 2  # the raw weights would be 1
 
 
-COAT = {"optimizer": {"stochastic_rounding": True}, "memory": {"log_every": 2}}
-
-
 def test_coat_off_leaves_no_coat_part_and_words_choose_the_adapters(place, monkeypatch):
     """With `enabled: false` neither conversion, nor attachment, nor an FP8 module takes part."""
     seen = []
@@ -262,21 +256,18 @@ def test_coat_off_leaves_no_coat_part_and_words_choose_the_adapters(place, monke
 
 
 def test_nan_stops_the_run_and_nothing_is_saved(place, monkeypatch, capsys):
+    settings = {"steps": 1, "lr_scheduler": "constant_with_warmup", "lr_scheduler_params": {"num_warmup_steps": 10}}
+    with pytest.raises(DeadRunError, match="every lora_B is still zero"):
+        train("dead", place, train=settings, network=FEW_LINEARS)
     set_limits(monkeypatch, nonfinite_steps=2)
     original = Objective.__call__
     monkeypatch.setattr(Objective, "__call__", lambda self, batch, draw: original(self, batch, draw) * float("nan"))
-    job = engine_job("nan", **place, train={"steps": 9}, coat=COAT, network=FEW_LINEARS)
+    job = engine_job("nan", **place, train={"steps": 9}, coat={"memory": {"log_every": 2}}, network=FEW_LINEARS)
     job["config"]["process"][0]["logging"] = {"verbose": True}
     with pytest.raises(DeadRunError, match=r"step 2: loss=nan.*nothing was trained yet"):
         COATTrainer(job).train()
     assert "[before_forward] Step 2: Allocated: " in capsys.readouterr().out  # details, too
     assert not list((place["out"] / "nan").glob("*.safetensors"))
-
-
-def test_dead_lora_is_an_error(place):
-    settings = {"steps": 1, "lr_scheduler": "constant_with_warmup", "lr_scheduler_params": {"num_warmup_steps": 10}}
-    with pytest.raises(DeadRunError, match="every lora_B is still zero"):
-        train("dead", place, train=settings, network=FEW_LINEARS)
 
 
 def test_streamed_weights_change_no_bit_of_a_run_that_is_killed_and_resumed(place, monkeypatch):

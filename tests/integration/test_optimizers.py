@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -126,26 +127,22 @@ def test_parameters_are_the_classes(place, optimizer):
         ("adafactor", {"relative_step": True}, "relative_step=true: must be one of false"),
         ("adafactor", {"eps": 1e-30}, "eps=1e-30: must be a list of two numbers"),
         ("lion", {"eps": 1e-8}, "optimizer_params.eps: unknown key; known here: betas, decoupled_weight_decay"),
+        ("prodigy", None, "train.optimizer='prodigy': needs the package prodigyopt; pip install prodigyopt"),
+        ("lion", None, "train.optimizer='lion': needs the package lion-pytorch; pip install lion-pytorch"),
     ],
 )
-def test_wrong_parameters(place, optimizer, params, said):
-    need(optimizer)
-    found = check_job_dict(job("wrong", place, optimizer, optimizer_params=params, lr=1e-3))
-    assert said in next(item.line() for item in found if item.severity == "error")
-
-
-@pytest.mark.parametrize(("optimizer", "package"), [("prodigy", "prodigyopt"), ("lion", "lion-pytorch")])
-def test_missing_package_is_told_before_the_model(place, monkeypatch, optimizer, package):
-    find = importlib.util.find_spec
-    hidden = CLASSES[optimizer][0]
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == hidden else find(name, *rest))
-    said = f"train.optimizer='{optimizer}': needs the package {package}; pip install {package}"
-    found = check_job_dict(job("missing", place, optimizer, lr=1.0))
-    assert found[0].severity == "error"
-    assert said in found[0].line()
-    with pytest.raises(ConfigError, match=f"pip install {package}"):
-        COATTrainer(job("missing", place, optimizer, lr=1.0)).train()
-    assert not (place["out"] / "missing").exists()
+def test_wrong_parameters_and_missing_packages_are_told_before_the_model(place, monkeypatch, optimizer, params, said):
+    if params is None:
+        find, hidden = importlib.util.find_spec, CLASSES[optimizer][0]
+        patched = "importlib.util.find_spec"
+        monkeypatch.setattr(patched, lambda name, *rest: None if name == hidden else find(name, *rest))
+    else:
+        need(optimizer)
+    wrong = job("wrong", place, optimizer, optimizer_params=params or {}, lr=1e-3)
+    assert said in next(item.line() for item in check_job_dict(wrong) if item.severity == "error")
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        COATTrainer(wrong).train()
+    assert not (place["out"] / "wrong").exists()
 
 
 HOST_STEPS = """
