@@ -19,16 +19,6 @@ def checkout(tmp_path: Path) -> Path:
     return copy_checkout(tmp_path / "ait")
 
 
-@pytest.fixture
-def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine whose user may not make links."""
-
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise OSError("a required privilege is not held")
-
-    monkeypatch.setattr(Path, "symlink_to", refuse)
-
-
 def _contents(root: Path) -> dict[str, str | bytes]:
     """Every path below `root`: a link's target, a file's bytes, or "folder"."""
     contents: dict[str, str | bytes] = {}
@@ -65,7 +55,11 @@ def test_links_extension_configs_and_images_and_undo_leaves_the_checkout_as_it_w
     assert install(checkout, undo=True)[0].startswith("nothing to undo")
 
 
-def test_without_the_right_to_link_files_are_copied(checkout, no_links):
+def test_without_the_right_to_link_files_are_copied_and_those_of_the_user_left_alone(checkout, monkeypatch):
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError("a required privilege is not held")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
     before = _contents(checkout)
     assert install(checkout)[0] == "extensions/coat_flux: copy made"
     copied, original = checkout / EXTENSION / "__init__.py", (PACKAGE / "__init__.py").read_text()
@@ -76,9 +70,6 @@ def test_without_the_right_to_link_files_are_copied(checkout, no_links):
     assert copied.read_text() == original
     install(checkout, undo=True)
     assert _contents(checkout) == before
-
-
-def test_files_of_the_user_are_left_alone_as_is_what_was_added_or_changed_since(checkout, no_links):
     own, edited = (checkout / "configs" / config.name for config in CONFIGS[:2])
     own.parent.mkdir()
     own.write_text("mine")

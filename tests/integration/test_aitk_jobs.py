@@ -166,7 +166,8 @@ BLOCK_LINEARS = {
     for blocks in ("transformer_blocks", "single_transformer_blocks")
     for name in ("to_q", "to_k")
 }
-PHASES = ["before_forward", "after_forward", "after_backward", "after_optimizer_step"]
+MICRO_BATCH = ["before_forward", "after_forward", "after_backward"]
+PHASES = [*MICRO_BATCH, *MICRO_BATCH, "after_optimizer_step"]
 PLAIN: dict[str, Any] = {"train": {"optimizer": "adamw"}}
 
 

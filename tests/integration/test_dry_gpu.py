@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from coat_core import FP8TrainableLinear
@@ -15,8 +16,6 @@ from coat_core.linear.function import fp8_gemm_obstacle
 from coat_core.optim import FP8AdamW, offload
 from coat_flux.blocks.fused.chooser import fused_block
 from coat_flux.blocks.held import HeldTensors
-from coat_flux.config.coat import OPTIONS
-from coat_flux.config.options import Option
 from coat_flux.saves.state import execution_of
 
 pytest.importorskip("triton", reason="the kernels' signatures are Triton's")
@@ -32,36 +31,26 @@ pytestmark = [
 ]
 
 
-# a value of each option that is neither a choice nor a switch
-VALUES = {
-    "optimizer.block_size": 64,
-    "activation.include": ["single*"],
-    "activation.exclude": ["*proj_out"],
-    "activation.min_sqnr_db": 20.0,
-    "memory.budget_gb": 1.0,
-    "memory.log_every": 1,
-    "memory.stream_blocks": "auto",
-    "speed.kernels_left_out": ["gated_sum"],
-    "data.background": "black",
-    "resume.allow": ["data"],
-}
-# what else an option asks for
-WITH = {
-    "weight.format": {"activation.grad_format": "e4m3"},  # there is no e5m2 x e5m2
-    "memory.enable_efficient_checkpoint": {"memory.checkpointing": "all"},
-}
-IN_INT8 = {"weight.format": "int8", "activation.format": "int8"}  # both, and gradients by default
-# of the run and not of its kernels: all in one run
-TOGETHER = ("data.", "guard.", "resume.", "memory.log_", "fallback")
 # without what takes time and has a test of its own: the measurement, and the second step's look at the casts
 BASE = {"speed.measure": "never", "guard.enabled": False}
-
-
-def values(option: Option) -> list[Any]:
-    """Every value but the default; one, where there is no end of them."""
-    if option.kind == "bool":
-        return [not option.default]
-    return list(option.choices[1:]) or [VALUES[option.key]]
+CASES = [  # values of each option of a step but its default; those of a line are free of each other
+    "enabled=false",
+    "optimizer.use_fp8=false memory.checkpointing=all memory.enable_efficient_checkpoint=false weight.use_fp8=false",
+    "optimizer.use_fp8_m1=false memory.checkpointing=none activation.grad_format=e4m3 weight.format=e5m2",
+    "optimizer.use_fp8_m2=false activation.grad_format=e4m3 weight.format=nvfp4 activation.group_size=64",
+    "optimizer.m1_format=e5m2 memory.budget_gb=1.0 weight.format=int8 activation.format=int8 activation.group_size=256",
+    "optimizer.m1_format=int8_ratio memory.transposed_weights=always weight.format=auto activation.attention=bf16",
+    "optimizer.m2_format=e5m2 memory.transposed_weights=never weight.granularity=per_row activation.include=[single*]",
+    "optimizer.m2_format=uint8_log memory.stream_blocks=auto activation.format=e5m2 activation.exclude=['*proj_out']",
+    "optimizer.block_size=64 speed.cuda_graphs=never activation.grad_format=e4m3 activation.min_sqnr_db=20.0",
+    "optimizer.use_dynamic_range_expansion=false speed.measure=always activation.nonlinear_granularity=per_tensor",
+    "optimizer.stochastic_rounding=true activation.grad_format=bf16 activation.linear_granularity=per_tensor",
+    "optimizer.moment_rounding=nearest speed.kernels=all activation.flow=generic activation.group_size=16",
+    "speed.kernels=none activation.use_fp8=false",
+    "speed.kernels_left_out=[gated_sum] speed.attention=cudnn activation.group_size=32",
+    "speed.attention=flash",
+    "speed.attention=efficient",
+]
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:
@@ -76,50 +65,24 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
     return block
 
 
-FULL = ("include", "exclude", "activation.wgrad_format", "optimizer.offload")  # of full fine-tuning
-# each free of the others; last in the third what would hide options of the fourth
-SUBJECTS = (
-    ("optimizer.",),
-    ("memory.", "speed."),
-    ("weight.", "activation.format", "activation.grad", "activation.linear", "activation.flow", "activation.use"),
-    ("activation.group", "activation.att", "activation.in", "activation.ex", "activation.min", "activation.nonlinear"),
-)
-
-
-def options_of(prefixes: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Every value of the options of a subject, with what else it asks for."""
-    found: list[dict[str, Any]] = []
-    for prefix in prefixes:
-        for option in OPTIONS:
-            if not option.key.startswith(prefix) or option.key.startswith((*TOGETHER, *FULL)):
-                continue
-            for value in values(option):
-                if value != "int8":
-                    found.append({**WITH.get(option.key, {}), option.key: value})
-                elif option.key == "weight.format":
-                    found.append(IN_INT8)
-    return found
-
-
-CASES = [{"enabled": False}]
-for row in itertools.zip_longest(*map(options_of, SUBJECTS), fillvalue={}):
-    CASES.append({key: value for options in row for key, value in options.items()})
-
-
-@pytest.mark.parametrize("options", CASES, ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()))
+@pytest.mark.parametrize("options", CASES)
 def test_two_steps_with_every_option(options, monkeypatch):
-    """From the batch to AdamW and EMA, with one block of each kind; a value of each subject in turn."""
+    """From the batch to AdamW and EMA, with one block of each kind."""
+    flat: dict[str, Any] = {**BASE}
+    for option in options.split():
+        key, _, value = option.partition("=")
+        flat[key] = yaml.safe_load(value)
     with dry_gpu(monkeypatch) as gpu:
-        session = dry_session(nested({**BASE, **options}), monkeypatch, blocks=(1, 1))
+        session = dry_session(nested(flat), monkeypatch, blocks=(1, 1))
         gpu.steps(session, 2)
     assert session.step == 2
-    assert gpu.launches["_fp8_adamw_step_kernel"] == (2 if options.get("enabled", True) else 0)
+    assert gpu.launches["_fp8_adamw_step_kernel"] == (0 if options == "enabled=false" else 2)
 
 
 def test_two_steps_with_every_option_of_the_run(monkeypatch):
-    """Those in `TOGETHER`, at once; the guard on, the second step a health step, images masked."""
-    flat = {option.key: values(option)[-1] for option in OPTIONS if option.key.startswith(TOGETHER)}
-    flat |= {"guard.enabled": True, "speed.measure": "never"}
+    """At once; the guard on, the second step a health step, images masked."""
+    flat = {"data.background": "black", "data.transparency": "mask", "resume.allow": ["data"], "fallback": "error"}
+    flat |= {"memory.log_memory_stats": False, "memory.log_every": 1, "guard.enabled": True, "speed.measure": "never"}
     set_limits(monkeypatch, health_every=2)
     with dry_gpu(monkeypatch) as gpu:
         session = dry_session(nested(flat), monkeypatch, blocks=(1, 1))

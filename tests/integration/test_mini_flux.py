@@ -3,11 +3,9 @@
 import importlib
 from pathlib import Path
 
-import pytest
 import torch
-from diffusers import FluxPipeline
 
-from coat_flux.mini_flux import EMBEDDED_MODEL, MINI_FLUX, make_mini_flux, provide_embedded
+from coat_flux.mini_flux import EMBEDDED_MODEL, MINI_FLUX, provide_embedded
 from tests.tolerances import MINI_FLUX_ACCURACY, MINI_FLUX_CHANCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,28 +13,8 @@ MOST_BYTES = 25_000_000
 PROMPTS = 12
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return make_mini_flux(tmp_path_factory.mktemp("models") / "mini")
-
-
-@pytest.fixture(scope="module")
-def pipe(folder) -> FluxPipeline:
-    return FluxPipeline.from_pretrained(folder, local_files_only=True).to(torch.float32)
-
-
 def files_of(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_the_copy_is_the_shipped_one_small_without_pickles_and_is_made_once(folder):
-    copied = files_of(folder)
-    assert copied == files_of(MINI_FLUX)
-    assert sum(map(len, copied.values())) < MOST_BYTES
-    assert {Path(name).suffix for name in copied} == {".safetensors", ".json", ".txt"}
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    assert make_mini_flux(folder) == folder
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
 def test_it_is_made_where_a_config_means_it_and_a_folder_that_is_there_is_left_alone(tmp_path, monkeypatch):
@@ -45,24 +23,21 @@ def test_it_is_made_where_a_config_means_it_and_a_folder_that_is_there_is_left_a
     assert not (tmp_path / "models").exists()
     provide_embedded(EMBEDDED_MODEL)
     folder = tmp_path / EMBEDDED_MODEL
-    assert files_of(folder) == files_of(MINI_FLUX)
+    copied = files_of(folder)
+    assert copied == files_of(MINI_FLUX)
+    assert sum(map(len, copied.values())) < MOST_BYTES
+    assert {Path(name).suffix for name in copied} == {".safetensors", ".json", ".txt"}  # no pickles
     assert list(folder.parent.iterdir()) == [folder]
     (folder / "model_index.json").write_text("mine")
     provide_embedded(EMBEDDED_MODEL)
     assert (folder / "model_index.json").read_text() == "mine"
 
 
-@pytest.fixture(scope="module")
-def world():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "scripts"))
-        return [importlib.import_module(name) for name in ("mini_flux.samples", "mini_flux.scorer")]
-
-
-def test_it_draws_what_unseen_prompts_say(folder, world):
-    samples, scorer = world
+def test_it_draws_what_unseen_prompts_say(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    samples, scorer = (importlib.import_module(f"mini_flux.{name}") for name in ("samples", "scorer"))
     items = samples.unseen_items(PROMPTS, seed=1)
-    pixels = samples.draw_prompts(samples.load_pipeline(folder), samples.prompts_of(items, seed=1))
+    pixels = samples.draw_prompts(samples.load_pipeline(MINI_FLUX), samples.prompts_of(items, seed=1))
     found = scorer.judge(scorer.load_scorer(), pixels)
     assert scorer.right(found, items).double().mean(0).min() >= MINI_FLUX_ACCURACY
     others = torch.roll(found, 1, dims=0)
