@@ -309,14 +309,17 @@ def test_setting_is_refused_before_the_model_loads(host, monkeypatch):
         host.run(**COAT_ENTRY)
 
 
+CONVERT = "convert_linear_to_ostris(module, weights)"
+
+
 @pytest.mark.parametrize(
     ("file", "old", "new", "says"),
     [
         (
             "toolkit/util/quantize.py",
-            "convert_linear_to_ostris(module, weights)",
+            CONVERT,
             "raise MemoryError('no room')",
-            "loading with qtype coat_fp8 converted no linear",
+            "with qtype coat_fp8 converted no linear",
         ),
         (PROCESS, '("blocks",)', '("nothing",)', "only_if_contains"),
     ],
@@ -336,39 +339,22 @@ def test_surprises_are_printed(host, capsys):
 
 
 # what misfits → file of the host, text there, what is there instead, the piece that the error names
+OPTIMIZER = "toolkit/optimizer.py"
+BINDING = "from toolkit import optimizer\n\ndef get_optimizer(*args):\n    return optimizer.get_optimizer(*args)\n"
+EXTRA = "before_dataset_load = lambda self, model=None: None\n    ensure_params_requires_grad = "
 BROKEN = {
     "hook": (PROCESS, "hook_after_model_load", "hook_model_is_there", "DiffusionTrainer has no hook_after_model_load"),
-    "optimizer parameters": (
-        "toolkit/optimizer.py",
-        "optimizer_params",
-        "options",
-        "toolkit.optimizer.get_optimizer takes",
-    ),
-    "optimizer binding": (
-        PROCESS,
-        "from toolkit.optimizer import get_optimizer",
-        "import toolkit.optimizer\n\ndef get_optimizer(*args):\n    return toolkit.optimizer.get_optimizer(*args)\n",
-        "jobs.process.BaseSDTrainProcess does not use toolkit.optimizer.get_optimizer",
-    ),
-    "LoRA names": (
-        "toolkit/lora_special.py",
-        '["Linear", "OstrisLinear"]',
-        '["Linear"]',
-        "toolkit.lora_special.LINEAR_MODULES does not list OstrisLinear",
-    ),
+    "optimizer parameters": (OPTIMIZER, "optimizer_params", "options", "toolkit.optimizer.get_optimizer takes"),
+    "optimizer binding": (PROCESS, "from toolkit.optimizer import get_optimizer", BINDING, "does not use toolkit.opt"),
+    "LoRA names": ("toolkit/lora_special.py", ', "OstrisLinear"]', "]", "LINEAR_MODULES does not list OstrisLinear"),
     "LoRA modules": ("toolkit/lora_special.py", "lora_down", "lora_A", "toolkit/lora_special.py, line 12 has no"),
     "argument of an override": (
         PROCESS,
         "ensure_params_requires_grad = ",
-        "before_dataset_load = lambda self, model=None: None\n    ensure_params_requires_grad = ",
-        "DiffusionTrainer.before_dataset_load also takes model in process/BaseSDTrainProcess.py, line",
+        EXTRA,
+        ".before_dataset_load also takes model",
     ),
-    "key of a config": (
-        PROCESS,
-        "merge_network_on_save=False",
-        "merges=False",
-        "DiffusionTrainer has no train_config.merge_network_on_save",
-    ),
+    "key of a config": (PROCESS, "merge_network_on_save=False", "merges=False", "train_config.merge_network_on_save"),
     "data sets": ("toolkit/data.py", "self.file_list", "self.files", "FolderDataset has no file_list"),
     "average": ("toolkit/ema.py", "shadow_params", "averages", "ema has no shadow_params"),
 }

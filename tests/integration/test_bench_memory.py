@@ -13,7 +13,7 @@ from tests.helpers.asserts import assert_sqnr
 from tests.helpers.flux_block import block_call, block_inputs, lora_parameters, make_model, prepare
 from tests.tolerances import BLOCK_GRADIENT_FLOOR_DB, BLOCK_OUTPUT_FLOOR_DB, SMALL_BLOCK_GRADIENT_FLOOR_DB
 
-HIDDEN, RANK = 256, 16
+RANK = 16
 TEXT, IMAGE = 32, 96
 
 
@@ -23,13 +23,9 @@ def test_bytes_kept_by_loop_and_flow(monkeypatch):
     model = make_model(2)
     rows = [row for row in bench_memory.ROWS if row.loop == "peft" or (row.loop, row.name) == ("toolkit", "fused")]
     kept = {(row.loop, row.name): bench_memory.measure(model, row, TEXT, IMAGE) for row in rows}
-    for kind, tensors, adapters in (("double", 12, 6), ("single", 10, 5)):
-        fused = kept["peft", "fused"][kind]
-        # the tensors, their scales, and h of each adapter; log-sum-exp and modulation vectors besides
-        listed = tensors * (1 + 4 / 128) + adapters * RANK * 2 / HIDDEN
-        assert listed < fused < listed + 2.0
-        assert fused < kept["peft", "fused, attention bf16"][kind] < kept["peft", "generic"][kind]
-        assert kept["peft", "generic"][kind] < kept["peft", "bf16"][kind] / 2
+    for kind in ("double", "single"):
+        fused, generic, bf16 = (kept["peft", name][kind] for name in ("fused", "generic", "bf16"))
+        assert fused < kept["peft", "fused, attention bf16"][kind] < generic < bf16 / 2
         assert kept["toolkit", "fused"][kind] == pytest.approx(fused, rel=0.02)
         assert kept["peft", "bf16, recomputed"][kind] == pytest.approx(2, rel=0.1)  # the block's input
         assert kept["peft", "recomputed from FP8"][kind] < 2

@@ -178,11 +178,11 @@ def no_saves(run: Path) -> list[Any]:
 
 
 def configured(run: Path, **blocks: Any) -> list[Any]:
-    """Change blocks of the run's config; None removes one."""
+    """Change blocks and values of the run's config."""
     job = yaml.safe_load((run / "config.yaml").read_text())
     process = job["config"]["process"][0]
     for name, block in blocks.items():
-        process[name] = None if block is None else {**process[name], **block}
+        process[name] = {**(process.get(name) or {}), **block} if isinstance(block, dict) else block
     (run / "config.yaml").write_text(yaml.safe_dump({**job, "config": {**job["config"], "process": [process]}}))
     return []
 
@@ -239,10 +239,7 @@ def test_at_most_six_saves_with_the_last_and_the_best(run):
     assert "6 of 20 saves, of steps 3, 5, 10, 13, 16, 20" in lines[-1]
     (run / FIDELITY_FILE).unlink()
     assert not any(column["best"] for column in choose_columns(RunFolder(run), [], [])[0])
-    configured(run, coat={})  # the config as it was
-    job = yaml.safe_load((run / "config.yaml").read_text())
-    job["config"]["process"][0]["validation"] = {"hold_out": 1, "every": 1}
-    (run / "config.yaml").write_text(yaml.safe_dump(job))
+    configured(run, validation={"hold_out": 1, "every": 1})
     (run / "coat" / "validation.csv").write_text("step,loss\n0,0.1\n1,0.3\n2,0.4\n3,nan\n")
     columns, lines = choose_columns(RunFolder(run), [], [1, 2])
     assert [column["label"] for column in columns] == ["without LoRA", "step 1, loss 0.3, best", "step 2, loss 0.4"]
@@ -252,12 +249,8 @@ def test_at_most_six_saves_with_the_last_and_the_best(run):
 
 def test_a_run_of_ai_toolkit_is_drawn_over_an_fp8_base(run):
     quantized = {"quantize": True, "qtype": "qfloat8", "quantize_te": True}
-    configured(run, model=quantized, train={"unload_text_encoder": True})
-    job = yaml.safe_load((run / "config.yaml").read_text())
-    process = job["config"]["process"][0]
-    del process["coat"]
-    process["type"], process["performance_log_every"] = "sd_trainer", 10
-    (run / "config.yaml").write_text(yaml.safe_dump(job))
+    own = {"type": "sd_trainer", "performance_log_every": 10, "coat": None}
+    configured(run, model=quantized, train={"unload_text_encoder": True}, **own)
     drawn = job_of(RunFolder(run), [], {"seed": 3, "width": 32})
     assert drawn.coat.enabled
     assert drawn.coat.weight.use_fp8
