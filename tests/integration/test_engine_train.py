@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import FluxPipeline
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -23,7 +22,6 @@ from coat_flux.config.findings import ConfigError
 from coat_flux.pages.run import RunFolder
 from coat_flux.saves.commit import newest_set
 from coat_flux.saves.errors import ResumeError
-from coat_flux.trainers.standalone import session
 from coat_flux.trainers.standalone.flow_matching import Objective
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.guard import DeadRunError
@@ -175,30 +173,6 @@ def test_samples_follow_the_schedule_and_with_recomputation_and_no_caches_change
     assert len(set(pictures.values())) == 6
 
 
-def test_validation_loss_falls_and_diffusers_loads_the_lora(place, capsys):
-    final = train("validation", place, train={"steps": 8, "lr": 2e-2})
-    lines = (final.parent / "coat" / "validation.csv").read_text(encoding="utf-8").splitlines()
-    (first_step, first), (last_step, last) = (line.split(",") for line in lines[1:])
-    assert (first_step, last_step) == ("0", "8")
-    assert float(last) < float(first)
-    assert f"validation loss {float(first):.6f} -> {float(last):.6f}" in capsys.readouterr().out
-
-    pipeline = FluxPipeline.from_pretrained(place["model"], torch_dtype=torch.float32)
-    pipeline.set_progress_bar_config(disable=True)
-
-    def draw() -> torch.Tensor:
-        size = {"width": 64, "height": 64, "num_inference_steps": 2, "max_sequence_length": 32, "output_type": "pt"}
-        return pipeline("sks shirt", generator=torch.Generator().manual_seed(0), **size).images
-
-    before = draw()
-    pipeline.load_lora_weights(final.parent, weight_name=final.name)
-    layer = pipeline.transformer.transformer_blocks[1].attn.to_v
-    saved = load_file(final)["transformer.transformer_blocks.1.attn.to_v.lora_B.weight"]
-    assert_bitwise(layer.lora_B["default_0"].weight.half(), saved)
-    assert layer.scaling["default_0"] == 1.0
-    assert not torch.equal(draw(), before)
-
-
 def test_photos_held_out_are_measured_and_leave_no_trace_in_a_run_or_its_resume(place, tmp_path, capsys):
     """The run is one without these photos, and resumes from a save as before; the loss is that of the average."""
     average = {"steps": 3, "lr": 0.1, "ema_config": {"use_ema": True, "ema_decay": 0.9}}
@@ -237,22 +211,6 @@ def test_photos_held_out_are_measured_and_leave_no_trace_in_a_run_or_its_resume(
     raw = RunFolder(raw_run).validation
     assert raw[0] == found[0]
     assert 0 < abs(found[1][1] - raw[0][1]) < abs(raw[1][1] - raw[0][1]) / 2  # the raw weights would be 1
-
-
-def test_coat_off_leaves_no_coat_part_and_words_choose_the_adapters(place, monkeypatch):
-    """With `enabled: false` neither conversion, nor attachment, nor an FP8 module takes part."""
-    seen = []
-    monkeypatch.setattr(session, "apply_coat", lambda *a, **k: pytest.fail("apply_coat was called"))
-    monkeypatch.setattr(session, "attach_lora", lambda *a, **k: pytest.fail("attach_lora was called"))
-    make = session.make_optimizer
-    monkeypatch.setattr(session, "make_optimizer", lambda *a, **k: seen.append(make(*a, **k)) or seen[0])
-    words = {"only_if_contains": ["single_transformer_blocks.1."], "ignore_if_contains": ["proj_out"]}
-    final = train("off", place, train={"steps": 1}, network={"network_kwargs": words})
-    assert type(seen[0]) is torch.optim.AdamW
-    assert seen[0].defaults["eps"] == 1e-6
-    parts = ["attn.to_k", "attn.to_q", "attn.to_v", "norm.linear", "proj_mlp"]
-    wanted = {f"transformer.single_transformer_blocks.1.{part}.lora_{ab}.weight" for part in parts for ab in "AB"}
-    assert load_file(final).keys() == wanted
 
 
 def test_nan_stops_the_run_and_nothing_is_saved(place, monkeypatch, capsys):

@@ -67,6 +67,10 @@ def test_trains_resumes_to_the_bit_and_diffusers_loads_the_lora(place, pipeline)
     pipeline.load_lora_weights(final)
     loaded = [name for name, _ in pipeline.transformer.named_parameters() if ".lora_A." in name]
     assert 2 * len(loaded) == len(whole)
+    layer = pipeline.transformer.transformer_blocks[0].attn.to_v
+    assert layer.scaling["default_0"] == 1.0
+    saved = whole["transformer.transformer_blocks.0.attn.to_v.lora_B.weight"]
+    assert_bitwise(layer.lora_B["default_0"].weight.to(saved.dtype), saved)
     pipeline.unload_lora_weights()
 
 

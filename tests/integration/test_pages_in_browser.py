@@ -1,24 +1,17 @@
 """Our pages in a real browser, at the width of a phone and of a desk, light and dark: nothing clipped, all readable."""
 
-import json
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
-from safetensors.torch import save_file
 
 from coat_flux.pages.live import live_page
-from coat_flux.pages.report import write_report
-from coat_flux.watch.casts import COLUMNS
 from coat_flux.watch.live import LiveRun
 from tests.helpers.browser import WIDTHS, inspect_pages
 from tests.unit.test_live import make_watched_run
 from tests.unit.test_page import full_page
-from tests.unit.test_run_report import add_samples, make_run
 
 LOSSLESS_PAGE = Path(__file__).parents[2] / "docs" / "lossless.html"
-LAYERS = [f"single_transformer_blocks.{block}.attn.to_added_output_projection" for block in range(40)]
 
 
 def parts(picture: Path) -> str:
@@ -40,31 +33,6 @@ def parts(picture: Path) -> str:
     return page.html()
 
 
-def report(folder: Path) -> str:
-    """The page of a run that has everything a run may have."""
-    run = make_run(folder, [1 / step for step in range(1, 3001)])
-    add_samples(run, range(0, 3001, 250), prompts=4)
-    rows = [
-        f"{step},{layer},{kind},{31.5 if block else 4},0.0001,0,100"
-        for step in (2, 100, 200)
-        for block, layer in enumerate(LAYERS)
-        for kind in ("weight", "input", "gradient", "saved", "exp_avg", "exp_avg_sq")
-    ]
-    (run / "coat" / "precision.csv").write_text("\n".join([",".join(COLUMNS), *rows]) + "\n")
-    (run / "coat" / "validation.csv").write_text("step,loss\n0,0.5\n1000,0.3\n2000,0.4\n")
-    (run / "coat" / "versions.json").write_text(json.dumps({"torch": "2.13.0", "python": "3.11"}))
-    parts = {"transformer": 12e9, "lora": 1e9, "saved activations": 4e9, "rest": 2e9}
-    phase = {"entered": 1, "exact": False, "parts": parts}
-    phase |= {side: {"allocated": 19e9, "reserved": 21e9} for side in ("start", "end", "peak")}
-    record = {"device": "cuda", "method": {"memory": "torch's CUDA allocator", "saved activations": ""}, "baseline": 0}
-    record |= {"peak": 19e9, "phases": {"load": phase, "step": phase}, "moments": {}, "transformer": {}}
-    record["prediction"] = {"peak": 18e9, "phases": {"step": {"transformer": 18e9}}}
-    (run / "coat" / "memory.json").write_text(json.dumps(record))
-    metadata = {"coat.asked.gemms": "FP8, forward e4m3, backward e5m2", "coat.got.gemms": "bf16", "coat.why.gemms": "x"}
-    save_file({"a": torch.zeros(9)}, run / "shirt.safetensors", metadata=metadata)
-    return write_report(run).read_text(encoding="utf-8")
-
-
 def watched(folder: Path) -> str:
     """The live page of a run that goes on."""
     run = make_watched_run(folder / "a_rather_long_name_that_has_to_break_somewhere" / "shirt")
@@ -79,7 +47,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {
         "parts": parts(folder / "a.png"),
         "watch": watched(folder / "watch"),
-        "report": report(folder / "run"),
         "lossless": LOSSLESS_PAGE.read_text(encoding="utf-8"),
     }
 

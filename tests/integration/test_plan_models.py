@@ -13,8 +13,7 @@ from coat_flux.blocks.counted import CountedBlock, Probe
 from coat_flux.blocks.sizes import UnknownBlock
 from coat_flux.cli.entry import main
 from coat_flux.config.check import job_for_plan
-from coat_flux.config.findings import ConfigError
-from coat_flux.plan.job import JobFacts, find_model
+from coat_flux.plan.job import JobFacts
 from coat_flux.plan.predict import predict
 from tests.architecture.sources import ROOT
 from tests.helpers.plan_models import folder_of, job_of, measure
@@ -59,17 +58,6 @@ def facts_of(arch: str, folder: Path, **model: Any) -> JobFacts:
     raw = job_of(arch, folder, "", "none")
     raw["config"]["process"][0]["model"] |= model
     return JobFacts(job_for_plan(raw))
-
-
-def test_a_model_in_the_hubs_cache(tmp_path, monkeypatch):
-    repository = tmp_path / "models--someone--zimage"
-    folder, _, _ = folder_of("zimage", repository / "snapshots" / "abc")
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("abc")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert find_model("someone/zimage", "model") is find_model(str(folder), "model")
-    with pytest.raises(ConfigError, match=r"someone/other.*cache"):
-        find_model("someone/other", "model")
 
 
 def test_of_two_transformers_one_saves_and_both_are_held(tmp_path):

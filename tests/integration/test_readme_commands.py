@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from coat_flux.cli.entry import main
+from coat_flux.cli.entry import main, make_parser
 from tests.helpers.aitk_standin.host import copy_checkout
 
 ROOT = Path(__file__).parents[2]
@@ -147,7 +147,7 @@ def test_the_chinese_pages_have_the_same_commands_and_figures():
 
 @pytest.mark.parametrize("command", SAYS)
 def test_commands_work(command, workplace, monkeypatch, capsys):
-    """The others train for long, on a GPU or on photos of the user's; `test_page_blocks` parses them."""
+    """The others train for long, on a GPU or on photos of the user's; below they are parsed."""
     assert command in commands(*ENGLISH)
     monkeypatch.chdir(workplace)
     program, *arguments = shlex.split(command)
@@ -157,3 +157,10 @@ def test_commands_work(command, workplace, monkeypatch, capsys):
             arguments = [argument.replace(written, meant) for argument in arguments]
     assert main(arguments) == 0
     assert SAYS[command] in capsys.readouterr().out
+
+
+def test_commands_have_their_options():
+    ours = [command for command in commands(*ENGLISH) if command.startswith("coat-flux ")]
+    assert len(ours) > 30
+    for command in ours:
+        assert callable(make_parser().parse_args(shlex.split(command)[1:]).run), command
