@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import FluxTransformer2DModel
 
 from coat_flux.trainers.ai_toolkit.install import install
 from coat_flux.watch.live import give_command, read_status
@@ -32,7 +33,7 @@ def first_run(checkout: Checkout) -> str:
     return checkout.run("coat_job", make_real_entry())
 
 
-def test_job_runs_from_start_to_lora_and_samples(checkout, first_run):
+def test_job_runs_from_start_to_samples_and_to_a_lora_that_diffusers_loads(checkout, first_run):
     lora = checkout.lora("coat_job")
     assert len(lora) == 2 * LINEARS
     assert all(key.startswith("transformer.") and key.endswith((".lora_A.weight", ".lora_B.weight")) for key in lora)
@@ -51,11 +52,6 @@ def test_job_runs_from_start_to_lora_and_samples(checkout, first_run):
     for phase in ("before_forward", "after_forward", "after_backward", "after_optimizer_step"):
         assert f"[{phase}] Step {STEPS}: Allocated: " in log
     assert "Allocated: " not in first_run
-
-
-def test_saved_lora_loads_in_diffusers(checkout, first_run):
-    from diffusers import FluxTransformer2DModel
-
     model = FluxTransformer2DModel.from_pretrained(checkout.root / "models" / "coat_mini_flux", subfolder="transformer")
     model.load_lora_adapter(dict(checkout.lora("coat_job")), prefix="transformer")
     loaded = {name for name, _ in model.named_parameters() if ".lora_A." in name}
@@ -94,7 +90,10 @@ def plain_entry(kind: str, **changes: Any) -> dict[str, Any]:
     return make_real_entry({**plain, "datasets.0.cache_latents_to_disk": False}, optimizer="adamw")
 
 
-def test_plain_job_beside_it_is_untouched(checkout):
+def test_plain_job_beside_it_is_untouched_and_disabled_is_ai_toolkits_own_run(checkout):
+    checkout.run("own", plain_entry("diffusion_trainer"))
+    checkout.run("disabled", plain_entry("coat_flux_trainer", coat={"enabled": False}))
+    checkout.assert_same_lora("own", "disabled")
     checkout.run("beside", plain_entry("sd_trainer"))
     (checkout.root / EXTENSION).unlink()
     try:
@@ -102,12 +101,6 @@ def test_plain_job_beside_it_is_untouched(checkout):
     finally:
         install(checkout.root)
     checkout.assert_same_lora("beside", "without")
-
-
-def test_disabled_is_ai_toolkits_own_run(checkout):
-    checkout.run("own", plain_entry("diffusion_trainer"))
-    checkout.run("disabled", plain_entry("coat_flux_trainer", coat={"enabled": False}))
-    checkout.assert_same_lora("own", "disabled")
 
 
 FLOWS = {

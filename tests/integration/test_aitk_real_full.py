@@ -3,13 +3,11 @@
 import json
 import math
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
-from safetensors.torch import load_file
 
 from coat_flux.config.job_file import load_job_yaml
 from coat_flux.saves.errors import ResumeError
@@ -18,6 +16,7 @@ from tests.helpers.aitk_standin.ends import assert_same_end
 from tests.helpers.aitk_standin.host import REPOSITORY
 from tests.helpers.aitk_standin.real import Checkout, make_real_entry, real_checkout  # noqa: F401
 from tests.helpers.asserts import assert_all_bitwise
+from tests.helpers.engine_job import tensors_in
 
 pytestmark = [pytest.mark.aitk, pytest.mark.timeout(3600)]
 
@@ -50,19 +49,12 @@ def _whole(checkout: Checkout) -> None:
     checkout.run(WHOLE, _entry())
 
 
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for path in sorted((folder / "transformer").glob("*.safetensors")):
-        tensors |= load_file(path)
-    return tensors
-
-
 def _saved(checkout: Checkout, name: str) -> dict[str, torch.Tensor]:
-    return _tensors(checkout.folder(name) / name)
+    return tensors_in(checkout.folder(name) / name / "transformer")
 
 
 def _original(checkout: Checkout) -> dict[str, torch.Tensor]:
-    tensors = _tensors(checkout.root / "models" / "coat_mini_flux")
+    tensors = tensors_in(checkout.root / "models" / "coat_mini_flux" / "transformer")
     return {name: tensor.bfloat16() for name, tensor in tensors.items()}
 
 
