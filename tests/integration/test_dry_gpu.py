@@ -132,18 +132,6 @@ def test_attention_without_a_kernel(monkeypatch):
     assert gpu.launches["_qkv_rope_bwd_kernel"] > 0
 
 
-def test_the_first_step_tries_and_times_attention(monkeypatch, caplog):
-    """Every kernel at the run's shape; all take a millisecond, so that torch's own stays."""
-    flat = {**BASE, "speed.measure": "auto"}
-    with dry_gpu(monkeypatch) as gpu, caplog.at_level(logging.INFO):
-        session = dry_session(nested(flat), monkeypatch, blocks=(1, 0))
-        gpu.steps(session, 1)
-    lines = [line for line in caplog.messages if line.startswith("attention: ")]
-    others = "; ".join(f"{kernel} 1.00 ms" for kernel in ("flash", "efficient", "fa3", "fa4"))
-    assert lines == [f"attention: cudnn 1.00 ms (fastest at 4608 tokens; {others})"]
-    assert execution_of(session.transformer)["attention"] == "cudnn"
-
-
 # --- FP8 GEMMs ---
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LAYOUTS = {
@@ -205,16 +193,20 @@ def test_a_card_that_refuses_row_wise_products_multiplies_fp8(asked, monkeypatch
     assert gpu.operators.calls["coat::int8_mm"] == 0
 
 
-def test_auto_is_timed_on_the_card_before_the_load(monkeypatch):
-    """Both formats as their kernels run; all takes a millisecond, so that it is e4m3."""
+def test_formats_are_timed_on_the_card_before_the_load_and_attention_in_the_first_step(monkeypatch, caplog):
+    """Both formats and every kernel as they run; all takes a millisecond, so that it is e4m3 and torch's attention."""
     options = {**BASE, "weight.format": "auto", "speed.measure": "auto"}
-    with dry_gpu(monkeypatch) as gpu:
+    with dry_gpu(monkeypatch) as gpu, caplog.at_level(logging.INFO):
         session = dry_session(nested(options), monkeypatch, blocks=(1, 1))
         assert gpu.launches["_int8_mm_fwd_kernel"] > 10
         gpu.steps(session, 2)
     assert session.job.coat.chosen.milliseconds == {"e4m3": 1.0, "int8": 1.0}
     found = execution_of(session.transformer)
     assert (found["weight_format"], found["weight_ms"]) == ("e4m3", {"e4m3": 1.0, "int8": 1.0})
+    lines = [line for line in caplog.messages if line.startswith("attention: ")]
+    others = "; ".join(f"{kernel} 1.00 ms" for kernel in ("flash", "efficient", "fa3", "fa4"))
+    assert lines == [f"attention: cudnn 1.00 ms (fastest at 4608 tokens; {others})"]
+    assert found["attention"] == "cudnn"
 
 
 # --- blocks of other models ---
@@ -291,12 +283,6 @@ CONFIG = FP8QuantizationConfig(moment_rounding="stochastic", stochastic_rounding
 SIZES = (5008, 64, 2048, 48)
 
 
-def small_slots(patch: pytest.MonkeyPatch) -> list[torch.nn.Parameter]:
-    """Slots of 1024 elements, and parameters on the card."""
-    patch.setattr(offload, "chunk_elements", lambda _: 1024)
-    return [torch.nn.Parameter(torch.empty(size, device="cuda", dtype=torch.bfloat16)) for size in SIZES]
-
-
 def updates(optimizer: FP8AdamW, params: list[torch.nn.Parameter], steps: int) -> None:
     for _ in range(steps):
         for param in reversed(params):
@@ -308,7 +294,8 @@ def updates(optimizer: FP8AdamW, params: list[torch.nn.Parameter], steps: int) -
 def test_the_card_holds_no_moments_but_the_slots(monkeypatch):
     """Neither at the start nor in updates, for which the host does not wait."""
     with dry_gpu(monkeypatch) as gpu:
-        params = small_slots(monkeypatch)
+        monkeypatch.setattr(offload, "chunk_elements", lambda _: 1024)  # of a slot
+        params = [torch.nn.Parameter(torch.empty(size, device="cuda", dtype=torch.bfloat16)) for size in SIZES]
         optimizer = FP8AdamW(params, capturable=True, fp8_config=CONFIG, offload="cpu")
         with HeldByCard() as held:
             optimizer.make_states()
@@ -322,19 +309,10 @@ def test_the_card_holds_no_moments_but_the_slots(monkeypatch):
         state = optimizer.state_dict()["state"]
         assert {x.device.type for one in state.values() for key, x in one.items() if key != "step"} == {"cpu"}
         assert gpu.operators.memory.copies == 2 * (5 + 1 + 2 + 1) * 8  # two kinds of codes, six rows of numbers
-    assert gpu.launches["_fp8_adamw_step_kernel"] == 2 * (5 + 1 + 2 + 1)
-
-
-def test_a_graph_cannot_hold_copies_of_moments(monkeypatch):
-    with dry_gpu(monkeypatch):
-        params = small_slots(monkeypatch)
-        optimizer = FP8AdamW(params, capturable=True, offload="cpu")
-        updates(optimizer, params, 1)
+        assert gpu.launches["_fp8_adamw_step_kernel"] == 2 * (5 + 1 + 2 + 1)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        for param in params:
-            param.grad = torch.empty_like(param)
         with pytest.raises(RuntimeError, match="offload='cpu': a CUDA graph cannot hold the copies of moments"):
-            optimizer.step()
+            updates(optimizer, params, 1)
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["in backward", "after it"])

@@ -71,7 +71,6 @@ def test_yaml_is_a_fragment_of_a_job(page, place):
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------
-ROOT = Path(__file__).parents[2]
 ROW = re.compile(
     r"^\| `configs/(\w+)\.yaml` \| (\d+) GB[^|]* \| ([\d.]+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE
 )
@@ -100,14 +99,10 @@ def planned(config: str, gb: int | None = None, **changes: str) -> SimpleNamespa
     )
 
 
-def page(name: str) -> str:
-    return (ROOT / name).read_text(encoding="utf-8")
-
-
 def test_the_table_of_configs_has_what_plan_predicts(monkeypatch):
     monkeypatch.chdir(ROOT)
-    rows = ROW.findall(page("README.md"))
-    assert rows == ROW.findall(page("README_zh.md"))
+    rows = ROW.findall(PAGES["README.md"])
+    assert rows == ROW.findall(PAGES["README_zh.md"])
     configs = {path.stem for path in (ROOT / "configs").glob("flux_*.yaml")}
     assert {config for config, *_ in rows} == configs - {"flux_clothing_tiny"}
     for config, gb, peak, recomputed, ram, disk in rows:
@@ -147,7 +142,7 @@ def test_sentences_have_what_plan_predicts(name, sentence, monkeypatch):
         "full48": planned("flux_full_48gb", 48),
         "all": planned("flux_full_48gb", 32, checkpointing="all"),
     }
-    assert sentence.format(**plans) in " ".join(page(name).split())
+    assert sentence.format(**plans) in " ".join(PAGES[name].split())
 
 
 def test_the_download_is_the_model_s_parts(monkeypatch):
@@ -156,5 +151,5 @@ def test_the_download_is_the_model_s_parts(monkeypatch):
     parts = [2 * elements[part] / 1e9 for part in ("transformer", "text_encoder_2", "text_encoder", "vae")]
     cells = " | ".join(f"{gb:.1f}" for gb in parts)
     for name in ("README.md", "README_zh.md"):
-        assert f"| GB | {cells} |" in page(name)
-        assert f"{sum(parts):.1f} GB" in page(name)
+        assert f"| GB | {cells} |" in PAGES[name]
+        assert f"{sum(parts):.1f} GB" in PAGES[name]
