@@ -300,14 +300,9 @@ def test_bytes_are_those_counted(arch, tmp_path):
 @pytest.mark.aitk
 def test_bases_that_ai_toolkit_quantizes():
     arguments = [word for qtype in QTYPES for word in ("--qtype", qtype)]
-    done = subprocess.run(
-        [os.environ["AI_TOOLKIT_PYTHON"], "-m", "tests.helpers.plan_models", "qwen_image", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [os.environ["AI_TOOLKIT_PYTHON"], "-m", "tests.helpers.plan_models", "qwen_image", *arguments]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, (os.environ[ROOT_VARIABLE], done.stderr[-2000:])
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [row["qtype"] for row in rows] == list(QTYPES)
@@ -315,10 +310,8 @@ def test_bases_that_ai_toolkit_quantizes():
         assert_as_counted(row)
 
 
-def facts_of(arch: str, folder: Path, **model: Any) -> JobFacts:
-    raw = job_of(arch, folder, "", "none")
-    raw["config"]["process"][0]["model"] |= model
-    return JobFacts(job_for_plan(raw))
+def facts_of(arch: str, folder: Path) -> JobFacts:
+    return JobFacts(job_for_plan(job_of(arch, folder, "", "none")))
 
 
 def test_of_two_transformers_one_saves_and_both_are_held(tmp_path):

@@ -103,19 +103,6 @@ def test_every_kind_is_measured_and_what_is_planted_is_the_worst(whole):
     assert standing_out(layers) == [PLANTED]
 
 
-def test_the_report_of_a_run_has_all_of_it(whole, capsys):
-    assert main(["report", str(whole)]) == 0
-    page = whole / "coat" / "report.html"
-    assert capsys.readouterr().out == f"wrote {page}\n"
-    text = text_of(page)
-    for shown in ("3 of 3", "Memory by phase, MB", "predicted by coat-flux plan", "No samples"):
-        assert shown in text, shown
-    assert "FP8 e4m3 per_group, fused flow" in text  # asked, got, why
-    assert f"exclude:\n- {PLANTED}\n" in text
-    assert "\nwhole_000000002.safetensors\n" in text
-    assert "cannot be shown" not in text
-
-
 def test_layers_below_the_minimum_multiply_in_bf16_and_a_resume_keeps_them(place, whole, capsys):
     chosen = f"coat.activation.min_sqnr_db=20: 1 of 34 layers multiply in bf16 from here on: {PLANTED} ("
     assert chosen in (whole / "coat" / "log.txt").read_text(encoding="utf-8")
