@@ -10,7 +10,6 @@ import pytest
 
 from coat_flux.bench import runner, worker
 from coat_flux.cli.entry import main
-from scripts import benchmark_coat
 from tests.tolerances import BENCH_LOSS_RTOL
 
 GEOMETRY = {"double": 1, "single": 1, "heads": 1, "rank": 4}
@@ -59,19 +58,3 @@ def test_results_of_a_run(tmp_path, capsys, monkeypatch):
     assert coat["figures"]["state_bytes"] < 0.3 * fused["figures"]["state_bytes"]
     assert coat["speedup"] == {"torch fused": fused["median_ms"] / coat["median_ms"]}
     assert "| adamw_fused | optimizer step | " in (tmp_path / "results.md").read_text(encoding="utf-8")
-
-
-def test_benchmark_coat(tmp_path, capsys, monkeypatch):
-    out = tmp_path / "results.json"
-    sizes = ["--hidden_size", "128", "--num_layers", "2", "--batch_size", "2", "--num_steps", "12", "--rounds", "5"]
-    options = ["--output", str(out), "--device", "cpu", "--use_fp8_activation"]
-    monkeypatch.setattr(sys, "argv", ["benchmark_coat.py", *sizes, *options])
-    benchmark_coat.main()
-    results = json.loads(out.read_text(encoding="utf-8"))
-    standard, coat, against = results["standard"], results["coat"], results["comparison"]
-    memory, own = standard["memory_bytes"], coat["memory_bytes"]
-    assert own["optimizer_states"] < 0.3 * memory["optimizer_states"]
-    assert own["saved_activations"] < 0.75 * memory["saved_activations"]  # the loss keeps its own in fp32
-    assert abs(against["final_loss_relative_difference"]) < BENCH_LOSS_RTOL
-    ratio = coat["ms_per_step"] / standard["ms_per_step"]
-    assert f"{ratio:.3f} times as long" in capsys.readouterr().out

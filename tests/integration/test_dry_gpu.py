@@ -112,20 +112,6 @@ def test_a_step_can_be_captured(case, monkeypatch):
     assert gpu.launches - before == both
 
 
-def test_launches_of_several_blocks(monkeypatch):
-    """AdamW is one launch, whatever the number of adapters; kernels are those of the blocks; the host waits nowhere."""
-    with dry_gpu(monkeypatch) as gpu:
-        session = dry_session(nested(BASE), monkeypatch, blocks=(1, 2))
-        gpu.steps(session, 2)  # the first finds out about the run, the second is a health step
-        before = gpu.launches.copy()
-        gpu.steps(session, 1, closer={})
-    step = gpu.launches - before
-    assert len(session.lora) == 2 * (14 + 2 * 6)
-    assert step["_fp8_adamw_step_kernel"] == 1
-    assert step["_qkv_rope_bwd_kernel"] == 2 + 2
-    assert step["_norm_modulate_bwd_kernel"] == step["_gated_sum_bwd_kernel"] == 4 + 2
-
-
 def test_attention_without_a_kernel(monkeypatch):
     with dry_gpu(monkeypatch, "plain") as gpu:
         gpu.steps(dry_session(nested(BASE), monkeypatch, blocks=(1, 0)), 2)

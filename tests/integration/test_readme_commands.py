@@ -1,7 +1,5 @@
-"""Every command of the READMEs and of docs/ works as written, far from any checkout: in what a wheel holds.
+"""Commands of the READMEs and of docs/ work as written, where the examples of a wheel are, with the tiny config.
 
-A wheel is built from the sources and unpacked; it holds the code of this checkout, and the folder that its
-`coat-flux examples` fills is where the commands run, with the tiny config in place of those that need a GPU.
 `scripts/test_versions.py` runs this file in new environments, too, made as the READMEs say.
 """
 
@@ -109,20 +107,15 @@ def workplace(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-def _files(folder: Path) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*.*") if path.is_file())
-    inside = ((path.relative_to(folder), path) for path in files)
-    return {name.as_posix(): path.read_bytes() for name, path in inside if not name.parts[0].startswith("_")}
-
-
-def _code(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.py")}
+def _files(folder: Path, pattern: str = "*.*") -> dict[str, bytes]:
+    files = [path for path in folder.rglob(pattern) if path.is_file() and "__pycache__" not in path.parts]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def test_a_wheel_holds_the_code_configs_photos_and_the_mini_flux(installed):
     package = installed / "coat_flux"
-    assert _code(installed / "coat_core") == _code(ROOT / "coat_core")
-    assert _code(package) == _code(ROOT / "extensions" / "coat_flux")
+    assert _files(installed / "coat_core", "*.py") == _files(ROOT / "coat_core", "*.py")
+    assert _files(package, "*.py") == _files(ROOT / "extensions" / "coat_flux", "*.py")
     assert _files(package / "configs") == _files(ROOT / "configs")
     photos = _files(package / "datasets_example")
     assert len(photos) == 33

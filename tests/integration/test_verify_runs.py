@@ -157,7 +157,7 @@ def test_command_says_the_sentence_and_its_exit_code(verdict, place, tmp_path, c
 
 def test_a_trial_of_the_real_trainer_is_ranked(place, tmp_path, capsys):
     path = tmp_path / "mine.yaml"
-    job = engine_job("mine", **place, train={"steps": 9, "batch_size": 4})
+    job = engine_job("mine", **place, train={"steps": 9, "batch_size": 4, "disable_sampling": False})
     path.write_text(yaml.safe_dump(job), encoding="utf-8")
     command = ["sweep", str(path), "--set", "train.lr=1e-3", "--set", "train.steps=1"]
     assert main(command) == 0
@@ -167,7 +167,9 @@ def test_a_trial_of_the_real_trainer_is_ranked(place, tmp_path, capsys):
     rows = [line.split(",") for line in (run / "coat" / "validation.csv").read_text().split()]
     assert [row[0] for row in rows] == ["step", "0", "1"]
     assert f"held-out loss {float(rows[-1][1]):.6f} at step 1 (1 of 1 finished)" in printed
-    assert "Lowest held-out loss" in (folder / "report.html").read_text(encoding="utf-8")
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "Lowest held-out loss" in page
+    assert page.count("data:image/jpeg") == 1
     assert not (place["out"] / "mine").exists()
     assert main(command) == 0
     assert "1 trials, 1 of them finished" in capsys.readouterr().out
