@@ -166,8 +166,7 @@ BLOCK_LINEARS = {
     for blocks in ("transformer_blocks", "single_transformer_blocks")
     for name in ("to_q", "to_k")
 }
-MICRO_BATCH = ["before_forward", "after_forward", "after_backward"]
-PHASES = [*MICRO_BATCH, *MICRO_BATCH, "after_optimizer_step"]
+PHASES = ["before_forward", *2 * ["after_forward", "after_backward"], "after_optimizer_step"]
 PLAIN: dict[str, Any] = {"train": {"optimizer": "adamw"}}
 
 

@@ -437,6 +437,7 @@ def test_videos_beside_a_photo_that_is_corrected_are_trained_on_and_never_held_o
         (folder / f"{name}.mp4").write_bytes(name.encode())
         photo.save(folder / f"{name}_still.png")
     datasets = {"datasets": [{"folder_path": str(folder), "resolution": [64], "num_frames": 9}]}
+    host.start()
     monkeypatch.setattr("coat_flux.trainers.ai_toolkit.photos.HeldOutPhotos.encode", lambda photos: None)
     monkeypatch.setattr("coat_flux.trainers.ai_toolkit.photos.HeldOutPhotos.measure", lambda photos, done: 1.0)
     process = host.run(**_entry(steps=2), **datasets, validation={"hold_out": 1})

@@ -180,9 +180,12 @@ def test_a_model_in_the_hub_s_cache(models, tmp_path, monkeypatch):
     for path in (models["shards"] / "transformer").iterdir():
         shutil.copyfile(path, blobs / path.name)
         os.symlink(blobs / path.name, snapshot / path.name)
+    for path in MINI_FLUX.iterdir():
+        if path.name != "transformer":
+            os.symlink(path, snapshot.parent / path.name)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     assert_same(load_transformer("someone/flux", BF16), whole(models["shards"], BF16))
-    assert find_model("someone/flux", "model") is find_model(str(repository / "snapshots" / "0123abcd"), "model")
+    assert find_model("someone/flux", "model") is find_model(str(snapshot.parent), "model")
     with pytest.raises(ConfigError, match=r"someone/other.*cache"):
         find_model("someone/other", "model")
     (snapshot / weights.INDEX).unlink()
