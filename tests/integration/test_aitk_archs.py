@@ -1,9 +1,7 @@
-"""Every `arch` of the pinned ai-toolkit is refused before anything is loaded, or trained as the table says; and FLUX on
-every kind of base that ai-toolkit quantizes itself.
+"""Every `arch` of the pinned ai-toolkit is refused or trained as the table says, and FLUX on bases that it quantizes.
 
-Small models of ai-toolkit's own classes, made and measured by tests/helpers/aitk_archs.py in its environment. A qtype
-takes 10 s, but up to five minutes where ai-toolkit searches for a code book (orbitvq2 to orbitvq4). quanto's qint4 is
-not among them: it multiplies on GPUs alone.
+Small models, measured by tests/helpers/aitk_archs.py in ai-toolkit's environment. A qtype takes 10 s, but up to five
+minutes where it searches for a code book (orbitvq2). quanto's qint4 is not among them: it multiplies on GPUs alone.
 """
 
 import functools

@@ -1,8 +1,6 @@
 """Masks and regularization in ai-toolkit's own trainer and in ours: the same batches have the same loss.
 
-Jobs of ai-toolkit's `sd_trainer` run through its run.py. An extension that the test puts beside ours writes down what
-`calculate_loss` was given, and what came of it; the stand-alone trainer's reader of masks and its loss get the same
-photos, mirrored or not, and the same chance of a blur.
+An extension beside ours writes down what `calculate_loss` of jobs of the `sd_trainer` was given, and what came of it.
 """
 
 from pathlib import Path

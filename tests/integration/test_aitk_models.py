@@ -1,7 +1,4 @@
-"""Other models and options than the clothing config's, as jobs of the real ai-toolkit, from start to saved LoRA.
-
-Tiny models with random weights that ai-toolkit's own loaders read; tests/helpers/aitk_folders.py has the substitutes.
-"""
+"""Other models and options than the clothing config's, as jobs of the real ai-toolkit from start to saved LoRA."""
 
 import os
 import re

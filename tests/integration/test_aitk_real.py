@@ -1,8 +1,6 @@
 """The extension in a real ai-toolkit checkout, on a CPU: `configs/flux_clothing_tiny.yaml`, shortened, through run.py.
 
-AI_TOOLKIT_ROOT is the checkout; AI_TOOLKIT_PYTHON is the interpreter that has its requirements (default: this one).
-docs/ai-toolkit.md says how to make both on a machine without a GPU. The checkout itself is not written to: the jobs run
-in a temporary folder of links to it.
+docs/ai-toolkit.md says how to make AI_TOOLKIT_ROOT and AI_TOOLKIT_PYTHON without a GPU. The checkout is not written to.
 """
 
 import signal

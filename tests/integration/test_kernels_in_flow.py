@@ -1,6 +1,5 @@
 """Whole blocks and optimizer steps through the Triton kernels, in the interpreter, against the operators' references.
 
-What an operator is given on CUDA, its launcher is given here: strides, dtypes and absent tensors as the flow has them.
 Each result must be laid out as the operator's fake says, and share no memory with an argument or another result.
 """
 

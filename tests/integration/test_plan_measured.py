@@ -1,8 +1,4 @@
-"""Predicted bytes against measured ones: what whole FLUX models keep for backward, what a run allocates and writes.
-
-The configurations differ in width, head size, rank, batch, group size, flow and recomputation. Nothing was
-fitted to them, or to any measurement.
-"""
+"""Predicted bytes against measured ones: what whole models keep for backward, what a run allocates and writes."""
 
 import contextlib
 import json
