@@ -27,8 +27,9 @@ from coat_flux.base.names import COAT_TYPE
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.cast_loss import WEIGHT_PRECISION
 from coat_flux.blocks.held import HeldTensors
-from coat_flux.blocks.models.checkpoint import CheckpointError, describe_file
+from coat_flux.blocks.models.checkpoint import CheckpointError, describe_file, flux_config
 from coat_flux.blocks.models.encodings import read_header
+from coat_flux.blocks.models.flux1 import FLUX_DEV_TRANSFORMER_CONFIG
 from coat_flux.cli.entry import main
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.findings import ConfigError
@@ -267,6 +268,21 @@ def test_a_files_numbers_are_kept_or_their_loss_is_said(wide, diffusers_reader, 
     if kind not in ("convrot", "mixed"):
         apply_coat(whole_model.to(BF16), coat)
         assert_all_bitwise(model.state_dict(), whole_model.state_dict())
+
+
+def test_flux_dev_s_own_shapes_give_its_config():
+    d, head, mlp = 3072, 128, 12288
+    shapes = {
+        "img_in.weight": [d, 64],
+        "txt_in.weight": [d, 4096],
+        "vector_in.in_layer.weight": [d, 768],
+        "guidance_in.in_layer.weight": [d, 256],
+        "final_layer.linear.weight": [64, d],
+        "double_blocks.0.img_attn.norm.query_norm.scale": [head],
+        **{f"double_blocks.{i}.img_attn.qkv.weight": [3 * d, d] for i in range(19)},
+        **{f"single_blocks.{i}.linear1.weight": [3 * d + mlp, d] for i in range(38)},
+    }
+    assert flux_config(shapes) == {**FLUX_DEV_TRANSFORMER_CONFIG, "out_channels": 64}
 
 
 def test_a_job_trains_on_a_file(mini, tmp_path):
