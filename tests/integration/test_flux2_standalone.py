@@ -10,11 +10,11 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import pixel_unshuffle
 
 from coat_flux.cli import main
-from coat_flux.config.check import check_job_dict
 from coat_flux.data.cache import encode_latents
 from coat_flux.export.lora_files import convert_file
 from coat_flux.trainers.standalone.flow_matching import predict_velocity
@@ -70,7 +70,7 @@ def test_trains_resumes_to_the_bit_and_diffusers_loads_the_lora(place, pipeline)
     layer = pipeline.transformer.transformer_blocks[0].attn.to_v
     assert layer.scaling["default_0"] == 1.0
     saved = whole["transformer.transformer_blocks.0.attn.to_v.lora_B.weight"]
-    assert_bitwise(layer.lora_B["default_0"].weight.to(saved.dtype), saved)
+    assert_bitwise(layer.lora_B["default_0"].weight.detach(), saved.bfloat16())
     pipeline.unload_lora_weights()
 
 
@@ -113,11 +113,13 @@ def test_other_layouts_and_back(place, tmp_path, layout):
     assert_all_bitwise(load_file(tmp_path / "back.safetensors"), tensors)
 
 
-def test_check_says_what_is_wrong(place, tmp_path):
+def test_check_says_what_is_wrong(place, tmp_path, capsys):
     def check(model: Path, **changes: Any) -> str:
         job = job_of("damaged", {**place, "model": model})
         job["config"]["process"][0]["model"] |= changes
-        return " ".join(item.line() for item in check_job_dict(job) if item.severity == "error")
+        (tmp_path / "job.yaml").write_text(yaml.safe_dump(job), encoding="utf-8")
+        assert main(["check", str(tmp_path / "job.yaml"), "--host", "standalone"]) == 2
+        return " ".join(capsys.readouterr().err.split())
 
     folder = shutil.copytree(place["model"], tmp_path / "klein")
     assert "write model.arch: flux2_klein_4b or flux2_klein_9b" in check(folder, arch="flux")
