@@ -118,19 +118,6 @@ def test_a_broken_row_costs_itself_alone_and_the_page_says_so(bench):
         bench.run(*mended, dry=True)
 
 
-def test_the_time_is_kept_and_said_before(bench, capsys, monkeypatch):
-    monkeypatch.setattr(gpu_check, "LEAST_SECONDS", 1.0)
-    stages = [bench.stage("one", "a hang"), bench.stage("two", "hang"), bench.stage("three", "b")]
-    assert bench.run(*stages, minutes=6 / 60) == 1
-    first, second, third = capsys.readouterr().out.splitlines()[1:4]
-    assert ("6 s" in first, "if time is left" in second, third.split()[0]) == (True, True, "three")
-    assert bench.stages["one"]["status"] == "cut"
-    assert "two" not in bench.stages
-    mended = [bench.stage("one", "a c"), *(bench.stage(name, "b") for name in ("two", "three"))]
-    assert bench.run(*mended) == 0  # goes on where it stopped
-    assert bench.order == ["c", "b", "b"]
-
-
 @pytest.mark.triton
 def test_a_dry_run_executes_every_kind_of_stage(bench, tmp_path, monkeypatch):
     """The processes of stages run in this one, but for the tests'; kernels are those of one launcher."""

@@ -21,7 +21,7 @@ from tests import tolerances
 from tests.helpers.step_watch import step_watch
 
 CPU = torch.device("cpu")
-MIB, GB = 2**20, 10**9
+GB = 10**9
 
 
 class FakeDevice:

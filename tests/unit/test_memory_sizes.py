@@ -26,10 +26,6 @@ def flux_block(kind: str, names: list[str] | None = None, **options) -> sizes.Bl
     return sizes.Block(kind, 3072, 24, 4 * 3072, tuple((name, 16) for name in names), **options)
 
 
-def per_element(kind: str, settings: sizes.FlowSettings, names: list[str] | None = None) -> float:
-    return sizes.block_bytes(flux_block(kind, names), TOKENS, settings).kept / (TOKENS.rows * 3072)
-
-
 @pytest.mark.parametrize(
     ("settings", "double", "single"),
     [
@@ -42,7 +38,8 @@ def per_element(kind: str, settings: sizes.FlowSettings, names: list[str] | None
 def test_kept_at_flux_width(settings, double, single):
     """Bytes per token and hidden element, adapters on the modulation included: RESULTS.md's 12.5 and 10.4."""
     for kind, expected in (("double", double), ("single", single)):
-        assert per_element(kind, settings, NAMES[kind]) == pytest.approx(expected, abs=0.002)
+        kept = sizes.block_bytes(flux_block(kind, NAMES[kind]), TOKENS, settings).kept
+        assert kept / (TOKENS.rows * 3072) == pytest.approx(expected, abs=0.002)
 
 
 def test_what_needs_no_gradient_keeps_nothing():

@@ -65,7 +65,6 @@ def job_of(folder: Path, *, full: bool = False, **blocks: Any) -> JobConfig:
         ({"coat": {"memory": {"transposed_weights": "always"}}}, "transposed_weights='always'"),
         ({"full": True}, "coat_fp8_adamw"),
         ({"full": True, "coat": {"optimizer": {"offload": "cpu"}}}, "offload='cpu'"),
-        ({"full": True, "coat": {}, "train": {"fused_backward": True}}, r"train\.fused_backward: true"),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused(tmp_path, job, message):

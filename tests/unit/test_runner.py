@@ -207,7 +207,6 @@ def test_a_second_installation_replaces_the_first_and_a_copy_has_a_runner_of_its
 
 # -- which blocks recompute -------------------------------------------------------------------------------------------
 TOKENS, BLOCKS = 64, 6
-ELEMENTS = TOKENS * WIDTH
 
 
 def make(allow_recompute: bool = True, **memory: Any) -> Any:
@@ -232,15 +231,11 @@ def test_host_that_forbids_recomputation():
     assert recomputed(make(False, checkpointing="none")) == []
 
 
-def budget_for(kept: int, elements: int = ELEMENTS) -> float:
-    """GB that are just enough for `kept` of the six blocks, by the policy's own estimate of what a block saves."""
-    blocks = kept * UNKNOWN.packed + (BLOCKS - kept) * FP8_INPUT
-    return elements * (UNKNOWN.high_precision + blocks + 1) / 1e9  # 1: the optimizer's states, and rounding
-
-
 def test_auto_chooses_again_when_images_grow_and_not_when_they_shrink(monkeypatch, caplog):
     monkeypatch.setattr(runner_module, "used_bytes", lambda device: (0.0, 0))
-    model = make(budget_gb=budget_for(3))
+    # just enough for three of the six blocks, by the policy's own estimate; 1: the optimizer's states, and rounding
+    saved = UNKNOWN.high_precision + 3 * UNKNOWN.packed + (BLOCKS - 3) * FP8_INPUT + 1
+    model = make(budget_gb=TOKENS * WIDTH * saved / 1e9)
     with caplog.at_level(logging.INFO):
         chosen = []
         for tokens in (TOKENS, 2 * TOKENS, 2 * TOKENS, TOKENS):
