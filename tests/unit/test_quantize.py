@@ -78,28 +78,10 @@ def test_nonfinite_elements_touch_nothing_else(granularity, fmt, dtype):
     assert_bitwise(actual.codes.view(torch.uint8)[same], expected.codes.view(torch.uint8)[same])
 
 
-@pytest.mark.parametrize("magnitude", [2.0**-149, 1e-42, 1e-38, 3.4e38])
-@formats
-def test_ends_of_fp32_stay_finite(magnitude, fmt):
-    x = torch.full((2, 32), magnitude)
-    x[1, ::2] *= -0.5
-    for granularity in GRANULARITIES:
-        back = quantize(x, fmt, granularity).dequantize()
-        assert back.isfinite().all()
-        half_step = 2.0**-127 * FORMATS[fmt].smallest_normal * 2.0 ** -FORMATS[fmt].mantissa_bits  # of the least scale
-        assert (back.abs() <= x.abs().max() * 1.0625 + half_step).all()
-
-
 @pytest.mark.parametrize("x", [torch.tensor(1.0), torch.ones(0, 4), torch.ones(3, 0), torch.ones(4, dtype=torch.int64)])
 def test_refuses_what_cannot_be_scaled(x):
     with pytest.raises(ValueError, match="must be floating, non-empty, with a last dimension"):
         coat_core.quantize(x)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_dequantize_rounds_once(dtype):
-    quantized = quantize(torch.randn(64, 100), "e4m3", per_group(32))
-    assert_bitwise(quantized.dequantize(dtype), quantized.dequantize().to(dtype))
 
 
 def test_sqnr_by_hand():
