@@ -257,10 +257,8 @@ def test_a_late_run_is_the_same_run(spoil):
 @pytest.mark.parametrize(("norm", "clipped"), [(4.0, 1.0), (0.25, 0.25)])
 def test_gradients_are_scaled_to_max_grad_norm_and_shorter_ones_stay(norm, clipped):
     run = SmallRun(False, {})
-    for param in run.lora.values():
-        param.grad = torch.full((4, 4), norm / math.sqrt(32))
-    torchs = [torch.nn.Parameter(torch.zeros(4, 4)) for _ in run.lora]
-    for param in torchs:
+    torchs = [nn.Parameter(torch.zeros(4, 4)) for _ in run.lora]
+    for param in (*run.lora.values(), *torchs):
         param.grad = torch.full((4, 4), norm / math.sqrt(32))
     torch.nn.utils.clip_grad_norm_(torchs, run.session.job.train.max_grad_norm)
     assert steps._clipped(run.session, torch.tensor(2.0)).tolist() == pytest.approx([2.0, norm])
@@ -269,20 +267,16 @@ def test_gradients_are_scaled_to_max_grad_norm_and_shorter_ones_stay(norm, clipp
     assert_bitwise(grads, torch.cat([param.grad.flatten() for param in torchs]))
 
 
-def test_a_dead_run_ends_under_the_right_number():
+def test_what_is_outstanding_is_judged_before_a_save_and_a_dead_run_ends_under_the_right_number():
     run = SmallRun(True, {10: math.nan, 12: math.nan, 14: math.nan})
-    with pytest.raises(DeadRunError, match=r"step 8: loss=nan.* for 3 steps in a row") as error:
-        run.train(12)
-    assert (error.value.since, run.session.step) == (4, 9)  # bad from step 6, compared last at 4
-    assert run.watch.guard.doubt is not None
-
-
-def test_what_is_outstanding_is_judged_before_anything_is_saved():
-    run = SmallRun(True, {10: math.nan, 12: math.nan})
     run.train(7)
     assert run.watch.guard.doubt is None  # only step 6 is known
     settle(run.session)
     assert run.watch.guard.doubt == "the last 2 steps were not finite"
+    with pytest.raises(DeadRunError, match=r"step 8: loss=nan.* for 3 steps in a row") as error:
+        run.train(5)
+    assert (error.value.since, run.session.step) == (4, 9)  # bad from step 6, compared last at 4
+    assert run.watch.guard.doubt is not None
 
 
 def test_parameters_are_checked_under_the_step_that_broke_them(monkeypatch):
