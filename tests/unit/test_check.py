@@ -55,11 +55,8 @@ WARNINGS: list[tuple[tuple[str, ...], Changes, str, str]] = [
     (BOTH, {"train.lr": 1.9e-6}, "train.lr", "hardly learns"),
     (BOTH, {"train.lr": ...}, "train.lr", "which is the default"),
     (("standalone",), {"train.optimizer": "prodigy", "train.optimizer_params": {}, "coat": {}}, "train.lr", "it is 1"),
-    ((AI_TOOLKIT,), {"model.qtype": "uint4"}, "model.qtype", "stay as ai-toolkit quantizes them"),
     ((AI_TOOLKIT,), {"train.optimizer": "prodigy", "coat": {}}, "train.optimizer", "not as COAT"),
     ((AI_TOOLKIT,), {"model.is_flux": ..., "model.quantize": False}, "model.is_flux", "Stable Diffusion 1"),
-    ((AI_TOOLKIT,), {"model.accuracy_recovery_adapter": "x"}, "model.accuracy_recovery_adapter", "not read for FLUX.1"),
-    ((AI_TOOLKIT,), {"model.arch": "qwen_image", "model.qtype": "coat_fp8|x"}, "model.qtype", "another quantization"),
     ((AI_TOOLKIT,), {"type": "concept_slider"}, "type", "not checked here"),
 ]
 

@@ -10,12 +10,10 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-import yaml
 from safetensors.torch import save_file
 
 from coat_flux.blocks.models import ARCHS, REFUSED
 from coat_flux.blocks.models.check import archs_of, check_arch, check_device, check_model, check_models
-from coat_flux.config.check import check_job_dict
 from coat_flux.config.findings import ConfigError, Findings
 from coat_flux.mini_flux import EMBEDDED_MODEL, MINI_FLUX
 from coat_flux.plan.job import find_model
@@ -240,39 +238,32 @@ def test_a_gpu_that_is_not_here_is_an_error(monkeypatch, device, version, gpus, 
     assert [words in item.line() for item in findings.errors] == ([] if words is None else [True])
 
 
-PACKAGES = """logging.use_wandb=true train.optimizer=AdamW8bit train.optimizer=prodigy train.optimizer=dadaptationadam
-    train.loss_type=wavelet train.xformers=true train.attention_backend=flash train.attention_backend=_flash_3_hub"""
-PATHS = """train.latent_feature_extractor_path train.diffusion_feature_extractor_path train.adapter_assist_name_or_path
-    model.vae_path model.refiner_name_or_path model.lora_path model.assistant_lora_path model.inference_lora_path"""
-ONE, KLEIN = "train.single_item_batching=true", " model.is_flux=false model.arch=flux2"
-FAIL = [ONE, "train.standardize_latents=true", "model.split_model_over_gpus=true", "network.type=lorm"]
-RUN = [f"{ONE} train.do_cfg=true", f"{ONE} network.type=lokr", f"{ONE} network=null", "model.attn_masking=true"]
-RUN += [f"train.attention_backend=flash{KLEIN}", f"model.lora_path=/nowhere{KLEIN}"]
-
-
 def test_what_an_ai_toolkit_job_fails_without(model, monkeypatch):
-    def needs(text: str, check: Any = check_models, **options: Any) -> list[tuple[str, str]]:
-        changes = {word.partition("=")[0]: yaml.safe_load(word.partition("=")[2]) for word in text.split(" ")}
+    def needs(changes: dict[str, Any], **options: Any) -> list[tuple[str, str]]:
         raw = job_with({"model.name_or_path": EMBEDDED_MODEL, "device": "cpu", **changes})
-        return [(item.severity, item.key[18:]) for item in check(raw, trainer=AITK, **options)]
+        return [(item.severity, item.key[18:]) for item in check_models(raw, trainer=AITK, **options)]
 
-    for text in [*FAIL, f"model.attn_masking=true{KLEIN}"]:
-        assert needs(text, check_job_dict) == [("error", text.partition("=")[0])]
-    assert needs("decorator={x:1}", elsewhere=True) == [("error", "decorator")]
-    for text in RUN:
-        assert text.partition("=")[0] not in [key for _, key in needs(text, check_job_dict)]
+    decorated = {"decorator": {"x": 1}}
+    assert needs(decorated, elsewhere=True) == [("error", "decorator")]
     edit(model / "text_encoder_2" / "config.json", d_model=4096)  # FLUX.1's own, and the decorator's
     edit(model / "transformer" / "config.json", joint_attention_dim=4096)
-    assert needs(f"model.name_or_path={model} decorator={{x:1}}") == []
-    for key in PATHS.split():
-        hub = ("v3", "v10") if "extractor" in key else ("a/b", "a/b/c.safetensors")
-        assert [needs(f"{key}={fine}") for fine in ("flux", "null", *hub)] == [[]] * 4
-        assert [needs(f"{key}={path}") for path in ("/nowhere", "flux/x", "x")] == [[("error", key)]] * 3
+    assert needs({"model.name_or_path": str(model), **decorated}) == []
+    for key, hub in (("train.latent_feature_extractor_path", "v10"), ("model.lora_path", "a/b/c.safetensors")):
+        assert [needs({key: fine}) for fine in ("flux", None, hub)] == [[]] * 3
+        assert [needs({key: path}) for path in ("/nowhere", "flux/x", "x")] == [[("error", key)]] * 3
+    assert (
+        needs({"model.lora_path": "/nowhere", "model.is_flux": False, "model.arch": "flux2"})[-1][1]
+        != "model.lora_path"
+    )
     here = {"wandb": ModuleSpec("wandb", None)}  # a folder of that name
     monkeypatch.setattr("importlib.util.find_spec", here.get)
     for severity in ("warning", "error"):
-        for word in PACKAGES.split():
-            assert needs(word) == [(severity, word.partition("=")[0])]
+        for key, value in (
+            ("logging.use_wandb", True),
+            ("train.optimizer", "AdamW8bit"),
+            ("train.loss_type", "wavelet"),
+        ):
+            assert needs({key: value}) == [(severity, key)]
         here["lycoris"] = ModuleSpec("lycoris", None, origin="x")  # without it another Python runs the job
 
 

@@ -21,7 +21,7 @@ from tests.helpers.engine_job import engine_job
 from tests.reliability.bad_configs import check_job_file
 
 FUSED = {"train.fused_backward": True}
-CPU, INT8 = {"offload": "cpu"}, {"format": "int8"}
+INT8 = {"format": "int8"}
 
 
 def job(changes: dict[str, Any] | None = None, network: bool = False, **coat: Any) -> dict[str, Any]:
@@ -55,15 +55,11 @@ def test_without_network_the_model_is_trained_and_saved_as_it_is_trained():
 
 BOTH, ALONE, INSIDE = ("standalone", "ai-toolkit"), ("standalone",), ("ai-toolkit",)
 FULL, LORA = False, True  # whether there is a network
-SPLIT = {"device": "cuda", "model.is_flux": True, "model.split_model_over_gpus": True}
 # trainers, network, changes of the job and of its coat block, and the error
 REFUSED: list[tuple[tuple[str, ...], bool, dict[str, Any], dict[str, Any], str]] = [
     (BOTH, FULL, {}, {"memory": {"stream_blocks": 4}}, r"coat\.memory\.stream_blocks=4: .*write 0"),
     (BOTH, FULL, {}, {"weight": {"format": "nvfp4"}}, r"coat\.weight\.format='nvfp4': .*write e4m3"),
-    (BOTH, FULL, {}, {"activation": {"flow": "fused"}}, r"coat\.activation\.flow='fused': .*write generic"),
-    (BOTH, FULL, {"model.quantize": True, "model.qtype": "coat_fp8"}, {}, r"model\.quantize=true"),
     (BOTH, FULL, {"train.optimizer": "adamw", "train.fused_backward": True}, {}, r"train\.fused_backward=true"),
-    (BOTH, FULL, {"train.optimizer": "adamw"}, {"optimizer": {"use_fp8": False, **CPU}}, r"optimizer\.offload='cpu'"),
     (BOTH, FULL, {}, {"activation": {"wgrad_format": "e4m3", **INT8}, "weight": INT8}, "wgrad_format='e4m3'.*int8"),
     (ALONE, FULL, {"train.optimizer": "prodigy"}, {}, r"train\.optimizer='prodigy': .* coat_fp8_adamw, adamw"),
     (ALONE, FULL, {"name": "coat"}, {}, "name='coat'"),
@@ -71,24 +67,11 @@ REFUSED: list[tuple[tuple[str, ...], bool, dict[str, Any], dict[str, Any], str]]
     (INSIDE, FULL, {"model.arch": "qwen_image"}, {}, r"model\.arch='qwen_image': .* arch: flux, or add"),
     (INSIDE, FULL, {"save": {"dtype": "float16"}}, {}, r"save\.dtype='float16': .* write bf16"),
     (INSIDE, FULL, {"train.ema_config": {"use_ema": True}}, {}, r"train\.ema_config=.* write use_ema: false"),
-    (INSIDE, FULL, {"model.lora_path": "x.safetensors"}, {}, r"model\.lora_path=.* remove it"),
-    (INSIDE, FULL, {"model.only_if_contains": ["attn"]}, {}, r"model\.only_if_contains=.*coat\.include"),
-    (INSIDE, FULL, {"train.train_text_encoder": True}, {}, r"train\.train_text_encoder=true: .*; write false"),
-    (INSIDE, FULL, {"adapter": {"type": "t2i"}}, {}, "adapter=.*; remove it"),
-    (INSIDE, FULL, {"model.compile": True}, {}, r"model\.compile=true: .*; write false"),
-    (INSIDE, FULL, {"train.diff_output_preservation": True}, {}, r"diff_output_preservation=true: .*; write false"),
-    (INSIDE, FULL, {**FUSED, "train.single_item_batching": True}, {}, "single_item_batching=true"),
     (INSIDE, FULL, {**FUSED, "train.loss_type": "mean_flow"}, {}, "loss_type='mean_flow': .* write mse"),
     (ALONE, LORA, {"network": {"type": "lokr", "dropout": 0.1}}, {}, r"network\.dropout=0\.1: .*; remove it"),
-    (INSIDE, FULL, SPLIT, {}, r"split_model_over_gpus=true: .*accelerate launch.*write false"),
-    (INSIDE, LORA, SPLIT, {}, r"split_model_over_gpus=true: .*accelerate launch.*write false"),
-    (ALONE, LORA, SPLIT, {}, r"split_model_over_gpus=true: not supported"),
     (BOTH, LORA, {"device": "cuda:0,cuda:1"}, {}, r"device='cuda:0,cuda:1': .*one GPU.*accelerate launch"),
     (BOTH, LORA, FUSED, {}, r"train\.fused_backward=true: is for full fine-tuning"),
     (BOTH, LORA, {}, {"include": ["*.attn.*"]}, r"coat\.include=.*only_if_contains"),
-    (BOTH, LORA, {}, {"optimizer": CPU}, "offload='cpu': is for full fine-tuning"),
-    (BOTH, LORA, {"train.optimizer_params": CPU}, {}, "offload='cpu': is for full fine-tuning"),
-    (BOTH, LORA, {}, {"activation": {"wgrad_format": "e5m2"}}, "wgrad_format='e5m2'"),
     (INSIDE, LORA, {"train.fused_backward": "yes"}, {}, "fused_backward='yes'"),
     (INSIDE, FULL, {**FUSED, "train.optimizer": "adamw", "type": "sd_trainer"}, {}, "type: coat_flux_trainer"),
 ]
