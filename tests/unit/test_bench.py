@@ -7,9 +7,8 @@ import torch
 
 from coat_flux.bench import runner, worker
 from coat_flux.bench.limits import Geometry, least_ms, step_work, token_count
-from coat_flux.bench.runner import CONFIGURATIONS, LEVELS, TRAINER, BenchOptions, named, rivals, summarize
+from coat_flux.bench.runner import BenchOptions, summarize
 from coat_flux.cli.entry import main
-from coat_flux.config.coat import COATConfig
 from coat_flux.plan.speed import CARDS, Card
 from tests.tolerances import ANCHOR_TIME_RTOL
 
@@ -41,22 +40,6 @@ def test_least_times(resolution, fp8):
     works = [step_work(FLUX, resolution, 1, recomputed=recomputed) for recomputed in (False, True)]
     times = [least_ms(H200, work, fp8_linears=fp8) for work in works]
     assert times == pytest.approx(LEAST_MS[resolution, fp8], rel=ANCHOR_TIME_RTOL)
-
-
-def test_every_row_is_complete_and_as_its_trainer_runs_it():
-    assert len({row.name for row in CONFIGURATIONS}) == len(CONFIGURATIONS)
-    for row in CONFIGURATIONS:
-        config = COATConfig.from_dict(dict(row.coat or {}))
-        assert row.optimizer in named("optimizer")
-        assert row.coat is None or config.fallback == "error"
-        assert row.coat is None or config.memory.checkpointing in ("none", "all")  # else the limit is unknown
-        without = row.coat is not None or row.name.startswith("toolkit") or row.adapters == "bf16"
-        assert row.autocast is not without, row.name
-    for level in (*LEVELS, TRAINER):
-        for name in named(level):
-            assert set(rivals(level, name).values()) <= named(level).keys()
-    assert not named("step")["coat_weight_only"].fp8_linears
-    assert named("step")["coat_recomputed"].recomputes
 
 
 def spec(level: str, configuration: str, **changes: Any) -> dict[str, Any]:

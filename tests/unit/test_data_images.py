@@ -36,20 +36,13 @@ def halves(size=(40, 20), left=RED, right=BLUE, mode="RGB"):
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_shows_the_photo_upright(tmp_path, orientation):
     upright = np.arange(6 * 4 * 3, dtype=np.uint8).reshape(6, 4, 3)
-    # What a camera stores so that the given orientation makes it upright (inverse of the EXIF table).
-    stored = {
-        1: upright,
-        2: upright[:, ::-1],
-        3: upright[::-1, ::-1],
-        4: upright[::-1],
-        5: upright.transpose(1, 0, 2),
-        6: upright.transpose(1, 0, 2)[::-1],
-        7: upright.transpose(1, 0, 2)[::-1, ::-1],
-        8: upright.transpose(1, 0, 2)[:, ::-1],
-    }[orientation]
+    turned = upright if orientation < 5 else upright.transpose(1, 0, 2)
+    rows = -1 if orientation in (3, 4, 6, 7) else 1
+    columns = -1 if orientation in (2, 3, 7, 8) else 1
     exif = Image.Exif()
     exif[0x0112] = orientation
-    Image.fromarray(np.ascontiguousarray(stored)).save(tmp_path / "photo.png", exif=exif)
+    stored = np.ascontiguousarray(turned[::rows, ::columns])  # what a camera stores, by the inverse of the EXIF table
+    Image.fromarray(stored).save(tmp_path / "photo.png", exif=exif)
     assert np.array_equal(np.asarray(load_image(tmp_path / "photo.png")), upright)
     assert facts(tmp_path / "photo.png").size == (4, 6)
 

@@ -124,16 +124,12 @@ def test_the_best_save_is_told_with_those_that_are_as_good():
     assert texture == "texture: the save of step 10 is best, 0.10"
 
 
-def test_a_mask_is_the_upper_half_of_its_levels_and_one_level_is_the_whole_photo():
-    levels = torch.tensor([[0.1, 0.3], [0.9, 1.0]])
-    assert fidelity.upper_half(levels).tolist() == [[False, False], [True, True]]
-    assert fidelity.upper_half(torch.ones(2, 2)).all()
-    assert fidelity.upper_half(torch.zeros(2, 2)).all()
-
-
-def test_photos_are_taken_evenly_and_pixels_come_back():
+def test_photos_are_taken_evenly_pixels_come_back_and_a_mask_is_the_upper_half_of_its_levels():
     assert fidelity.evenly(range(3)) == [0, 1, 2]
     assert fidelity.evenly(range(9)) == [0, 2, 4, 6]
     assert len(fidelity.evenly(range(99))) == fidelity.MOST_PHOTOS
     picture = np.array(striped())
     assert (fidelity.to_picture(torch.from_numpy(picture).permute(2, 0, 1)[None].float() / 127.5 - 1) == picture).all()
+    assert fidelity.upper_half(torch.tensor([[0.1, 0.3], [0.9, 1.0]])).tolist() == [[False, False], [True, True]]
+    for level in (0.0, 1.0):  # one level is the whole photo
+        assert fidelity.upper_half(torch.full((2, 2), level)).all()
