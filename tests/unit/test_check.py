@@ -11,16 +11,7 @@ from typing import Any
 import pytest
 
 from coat_flux.cli.entry import main
-from coat_flux.config.ai_toolkit_keys import (
-    BLOCKS,
-    OWN_ROWS,
-    PROCESS,
-    ROWS,
-    SOURCES,
-    VERSION,
-    Toolkit,
-    find_toolkit,
-)
+from coat_flux.config.ai_toolkit_keys import BLOCKS, OWN_ROWS, PROCESS, ROWS, SOURCES, VERSION, Toolkit, find_toolkit
 from coat_flux.config.check import check_job_dict
 from coat_flux.config.coat import DataOptions
 from coat_flux.config.findings import ConfigError
