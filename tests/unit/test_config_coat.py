@@ -159,6 +159,16 @@ def test_the_optimizer_gets_the_block_s_values_and_optimizer_params_override_the
     assert adamw == {"betas": (0.9, 0.95), "eps": 1e-7, "weight_decay": 0.0, "offload": "cpu"}
 
 
+def test_the_linear_gets_weight_and_activation_options():
+    activation = {"use_fp8": False, "format": "e5m2", "grad_format": "bf16", "linear_granularity": "per_tensor"}
+    block = {"weight": {"format": "e5m2", "granularity": "per_row"}, "activation": activation, "fallback": "error"}
+    weight = {"weight_format": "e5m2", "weight_granularity": "per_row"}
+    inputs = {"input_format": "e5m2", "input_granularity": "per_tensor", "grad_format": "bf16"}
+    expected = FP8LinearConfig(**weight, **inputs, use_fp8_gemm=False, fallback="error")
+    assert COATConfig.from_dict(block).linear_config() == expected
+    assert COATConfig().linear_config() == FP8LinearConfig()
+
+
 def test_products_in_int8_have_gradients_in_int8_unless_bf16_is_asked_for():
     linear = COATConfig.from_dict({"weight": INT8, "activation": INT8}).linear_config()
     assert (linear.weight_format, linear.input_format, linear.grad_format) == ("int8", "int8", "int8")

@@ -109,6 +109,13 @@ def test_sixteen_bit_colour_loses_at_most_a_level(tmp_path):
     assert facts(tmp_path / "a.png").traits == {"16 bit"}
 
 
+def test_a_phones_jpeg_with_further_pictures_is_no_animation(tmp_path):
+    further = {"save_all": True, "append_images": [Image.new("RGB", (40, 20))]}
+    halves().save(tmp_path / "a.jpg", format="MPO", quality=100, **further)
+    loaded = np.asarray(load_image(tmp_path / "a.jpg"), int)
+    assert np.abs(loaded - np.asarray(halves(), int)).mean() < tolerances.JPEG_LEVELS
+
+
 def test_to_tensor_range_and_layout():
     tensor = to_tensor(Image.new("RGB", (3, 2), (0, 255, 51)))
     assert (tensor.shape, tensor.dtype) == ((3, 2, 3), torch.float32)

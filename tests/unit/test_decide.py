@@ -300,6 +300,21 @@ def test_arguments_that_a_reader_does_not_know_run_the_blocks_own_code_in_that_p
     assert sum("joint_attention_kwargs unknown" in line for line in caplog.messages) == 2  # once for each kind
 
 
+def test_a_run_says_what_its_blocks_got(caplog):
+    model, _, _ = coat_flux_model()
+    with caplog.at_level(logging.INFO, logger="coat_flux"):
+        predict(model)
+        predict(model)
+        model.transformer_blocks[1].register_forward_hook(lambda *_: None)
+        predict(model)
+    lines = [r.getMessage() for r in caplog.records if "blocks:" in r.getMessage() or "in place of" in r.getMessage()]
+    assert lines == [
+        "blocks: 4 kept in FP8, fused flow, attention fp8",
+        "FluxTransformerBlock: generic flow in place of the fused one, which saves less: hooks on the block",
+        "blocks: 3 kept in FP8, fused flow, attention fp8; 1 kept in FP8, generic flow, attention fp8",
+    ]
+
+
 def test_the_path_that_was_picked_shows_in_the_layers(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     current: list[str] = []

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from coat_flux.blocks.models.flux1 import make_flux_dev_geometry
 from coat_flux.cli.entry import main
 from coat_flux.export import lora_files
 from coat_flux.trainers.ai_toolkit.resume import read_back
@@ -266,6 +267,20 @@ def test_the_command_names_the_file_so_that_no_resume_takes_it(lora, capsys):
     assert not target.name.startswith(lora.stem)
     assert capsys.readouterr().out.startswith(f"wrote {target}\nloads in: ComfyUI, sd-scripts (13 layers")
     assert load_file(target)["lora_unet_single_blocks_0_linear2.lora_up.weight"].dtype == torch.bfloat16
+
+
+def test_every_linear_of_flux_has_its_two_names_and_its_size():
+    modules = make_flux_dev_geometry("meta").named_modules()
+    flux_dev = {name: module for name, module in modules if isinstance(module, nn.Linear)}
+    for name, module in flux_dev.items():
+        linear, part = lora_files.place_of(name)
+        assert linear.members[part] == name
+        assert lora_files.place_of(linear.name, "comfyui") == (linear, None)
+        assert lora_files.place_of(linear.name.replace(".", "_"), "kohya") == (linear, None)
+        assert lora_files.height_of(linear, part) in (0, module.out_features / FLUX_HIDDEN), name
+        assert linear.width in (0, module.in_features / FLUX_HIDDEN), name
+    assert len(flux_dev) == 504
+    assert len({lora_files.place_of(name)[0].name for name in flux_dev}) == 19 * 10 + 38 * 3 + 10
 
 
 def effect(tensors, module, probe):
