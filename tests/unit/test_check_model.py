@@ -220,6 +220,7 @@ def test_check_and_plan_take_all_but_the_transformer_from_extras(tmp_path):
         ("cuda:2", "13.0", 2, "torch finds 2 GPUs here"),
         ("cuda:1", "13.0", 2, None),
         ("cpu", None, 0, None),
+        (None, None, 0, None),
         ("cuda", "13.2", 0, "install a driver for CUDA 13.2"),
     ],
 )

@@ -120,9 +120,14 @@ def kept(run: Path) -> list[int]:
 
 
 def test_two_sets_are_kept_the_older_one_some_steps_behind(tmp_path):
-    for step, expected in ((2, [2]), (4, [4, 2]), (50, [50, 4]), (53, [53, 4]), (54, [54, 4]), (100, [100, 54])):
-        commit(tmp_path, step, writer(str(step)), PUBLISH, apart=10)
+    steps = (2, [2]), (2, [2]), (4, [4, 2]), (50, [50, 4]), (53, [53, 4]), (54, [54, 4]), (100, [100, 54])
+    for number, (step, expected) in enumerate(steps):
+        folder = commit(tmp_path, step, writer(str(number)), PUBLISH, apart=10)
         assert kept(tmp_path) == expected
+        assert folder == newest_set(tmp_path)
+        assert published(tmp_path) == [f"lora {number}", f"optimizer {number}"]
+        assert names(tmp_path / "coat") == {f"state-{each:09d}" for each in expected}
+    assert names(tmp_path) == {*PUBLISH, "coat"}
 
 
 @pytest.mark.parametrize("file", ["lora", "optimizer", "commit/files.json"])

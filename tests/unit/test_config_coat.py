@@ -135,6 +135,7 @@ def test_what_excludes_each_other_is_refused(block, key, remedy):
         {"weight": INT8, "activation": {**INT8, "grad_format": "bf16"}},
         {"activation": {"format": "e5m2"}},
         {**E5M2, "activation": {"use_fp8": False}},
+        {"optimizer": INTEGER_MOMENTS},
         {"optimizer": {**INTEGER_MOMENTS, EXPANSION: False}},
         {"optimizer": {"m1_format": "int8_ratio", EXPANSION: True}},
     ],

@@ -115,6 +115,7 @@ def warnings(folder, captions, trigger="ohwx", **settings) -> list[str]:
         (["product photo, front view, white background"] * 4, "ohwx"),
         (["Señor Muñoz, Fjällräven, Łódź", "café, über, naïve"], "ohwx"),
         (["a blue hat", "blue sky and a hat", "the hat is blue", "hats are blue"], None),
+        (["blue denim jacket"] * 3, "ohwx"),
         (["{first} {0} %s"] * 2, "{first}"),
     ],
 )
