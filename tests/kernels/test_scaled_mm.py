@@ -125,17 +125,6 @@ def test_bias_is_added_before_the_only_rounding():
     assert_bitwise(scaled_mm(a, a_scale, b, b_scale, bias, torch.bfloat16), (wide + bias).to(torch.bfloat16))
 
 
-def test_views_as_dgrad_makes_them(device):
-    """dgrad multiplies by the transposed codes of W."""
-    dy, dy_scale, _, scale = operands(device, k=32)
-    codes = quantize(torch.randn(32, 48).to(device)).codes
-    out = scaled_mm(dy, dy_scale, codes.t(), scale, None, torch.bfloat16)
-    assert not codes.t().is_contiguous()
-    assert_bitwise(out, scaled_mm(dy, dy_scale, codes.t().contiguous(), scale, None, torch.bfloat16))
-    strided = torch.stack([dy.view(torch.uint8)] * 2, dim=1)[:, 0].view(dy.dtype)
-    assert_bitwise(scaled_mm(strided, dy_scale, codes.t(), scale, None, torch.bfloat16), out)
-
-
 def test_special_values():
     a, a_scale, b, b_scale = operands(torch.device("cpu"))
     with_nan = a.float()
@@ -150,25 +139,10 @@ def test_special_values():
     assert scaled_mm(a, torch.tensor(1e30), b, b_scale, None, torch.float16).isinf().any()
 
 
-def test_autocast_does_not_change_it(device):
-    args = operands(device)
-    plain = scaled_mm(*args, None, torch.float32)
-    with torch.autocast(device.type, torch.bfloat16):
-        assert_bitwise(scaled_mm(*args, None, torch.float32), plain)
-
-
 def test_it_keeps_torch_library_rules(device):
     args = (*operands(device, scaling="row"), torch.randn(32, device=device), torch.bfloat16)
     check_operator(scaled_mm, args)
     torch.library.opcheck(scaled_mm._opoverload, args, test_utils="test_aot_dispatch_dynamic")
-
-
-def test_a_cpu_multiplies_everything_and_a_broken_device_says_why():
-    e4m3 = torch.float8_e4m3fn
-    assert unsupported_reason(torch.device("cpu"), e4m3, e4m3, True) is None
-    reason = unsupported_reason(torch.device("mps"), e4m3, e4m3, False)
-    if not torch.backends.mps.is_available():
-        assert reason.startswith("mps: ")
 
 
 def test_running_out_of_memory_is_not_taken_for_missing_fp8(monkeypatch):

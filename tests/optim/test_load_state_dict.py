@@ -124,15 +124,6 @@ def test_adamw_file_is_taken_over(dtype, name, caplog):
             common.assert_same(adamw, twin)
 
 
-def test_adamw_takes_over_moments_in_fp32():
-    optimizer = trained(common.CONFIGS["unquantized"])
-    adamw = torch.optim.AdamW(common.copies(common.params_of(optimizer)), foreach=False)
-    adamw.load_state_dict(common.through_file(optimizer.state_dict()))
-    adamw.param_groups[0].update(foreach=False)  # which the file does not say
-    run_both(optimizer, adamw)
-    common.assert_same(optimizer, adamw)
-
-
 def test_state_of_parameters_that_had_no_gradient_may_be_missing():
     params = common.make_params(SHAPES)
     optimizer = FP8AdamW(params)

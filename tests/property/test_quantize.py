@@ -104,13 +104,3 @@ def test_neither_memory_layout_nor_another_round_trip_changes_codes(case):
     torch.testing.assert_close(second.scale, first.scale, rtol=FP32_ROUNDING, atol=0.0)
     back = dequantize(first.codes, first.scale, case.granularity, torch.float16)
     assert_bitwise(first.dequantize(torch.float16).contiguous(), back.contiguous())
-
-
-@given(cases())
-def test_groups_are_independent(case):
-    """Each group quantized alone, as a tensor, gives the codes it got among the others."""
-    codes, _, granularity = quantize(case.x, case.fmt.name, case.granularity)
-    coded = _groups(codes.to(torch.float32), granularity)
-    for (_, elements), (_, expected) in zip(_groups(case.x, granularity), coded, strict=True):
-        alone = quantize(torch.from_numpy(elements.copy()), case.fmt.name)
-        assert_bitwise(alone.codes.to(torch.float32), torch.from_numpy(expected.copy()))
