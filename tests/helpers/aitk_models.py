@@ -1,7 +1,6 @@
 """Small models of ai-toolkit's own classes, one for each `arch`, with inputs: imported in ai-toolkit's environment.
 
-Widths of 256 in four heads of 64, two blocks of each kind, 256 image tokens and 64 text tokens where the class allows
-it; `draw_weights` is up to the caller. Classes are imported where they are built: each has its own needs.
+Classes are imported where they are built, each with its own needs; `draw_weights` is up to the caller.
 """
 
 import importlib

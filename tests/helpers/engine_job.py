@@ -37,11 +37,7 @@ def write_images(folder: Path, count: int = 5) -> Path:
 
 @contextmanager
 def tiny_place(root: Path, images: int = 5, *, tokens: int = 16) -> Iterator[dict[str, Path]]:
-    """Model, images and output folder of runs below `root`, for `engine_job`.
-
-    For speed prompts have few tokens instead of 512, validation losses take few forwards, and runs draw no picture of
-    their memory and flush no file to the disk.
-    """
+    """Model, images and output folder of runs below `root`, for `engine_job`; for speed little is beside the steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("coat_flux.data.hold_out.LEVELS", 2)
         patch.setattr("coat_flux.data.hold_out.FEWEST_FORWARDS", 2)

@@ -1,7 +1,6 @@
 """One block of each kind that a reader knows, with adapters, and what it is called with.
 
-Run as a program inside ai-toolkit's environment it compares ai-toolkit's own blocks, and FLUX.1's with ai-toolkit's
-own LoRA, with what their readers make of them, and prints the largest differences as JSON.
+As a program in ai-toolkit's environment: the largest differences of its own blocks and LoRA from their fused forms.
 """
 
 import importlib

@@ -43,10 +43,7 @@ def check_operator(op: Any, args: tuple[Any, ...]) -> None:
 
 
 def reference(op: Any, *args: Any) -> Any:
-    """What an operator's body returns for these arguments on the CPU: torch's CUDA operators round otherwise.
-
-    (A tensor divided by a number is multiplied by the number's reciprocal there.)
-    """
+    """What an operator's body returns for these arguments on the CPU: torch's CUDA operators round otherwise."""
     return op._init_fn(*(moved(arg, "cpu") for arg in args))
 
 

@@ -37,10 +37,9 @@ class GemmLog(TorchDispatchMode):
 
 
 class Run:
-    """A step of the tiny FLUX with LoRA: `text` is the YAML of the whole coat block.
+    """A step of the tiny FLUX with LoRA, in the generic flow unless the YAML `text` of the coat block says otherwise.
 
-    The flow is generic where the text does not say otherwise: its saved tensors can be told apart by the operators that
-    saved them. `kept` has what the fused flow kept instead, as (name, tensors).
+    `kept` has what the fused flow kept, as (name, tensors).
     """
 
     def __init__(self, text: str) -> None:

@@ -38,10 +38,7 @@ CASES = [  # shape and layout of x, its codes, its saved codes: every one of eac
 
 
 def rows(shape: tuple[int, ...], layout: str = "slice") -> Tensor:
-    """fp32 [..., K], in turn a plain row, one of zeros, one with an outlier and one with heavy tails.
-
-    Strided, or the ends of wider rows, unless dense.
-    """
+    """fp32 [..., K], in turn a plain row, one of zeros, one with an outlier and one with heavy tails."""
     width = {"dense": shape[-1], "strided": 2 * shape[-1], "slice": shape[-1] + 16}[layout]
     x = torch.randn(*shape[:-1], width)
     x = x[..., ::2] if layout == "strided" else x[..., -shape[-1] :]
@@ -73,11 +70,7 @@ def kernel_of(op: Any) -> Any:
 
 
 def assert_follows(op: Any, args: tuple[Any, ...], device: torch.device, rtol: float = KERNEL_ROW_RTOL) -> Any:
-    """Assert what a kernel returns, and return it.
-
-    Values are the reference's, up to `rtol` of a row; codes are those of the values that the operator declares to
-    have cast, to the bit; all is laid out as on the meta device.
-    """
+    """Assert that values are the reference's up to `rtol` of a row, codes those of values, and the layout meta's."""
     given = moved(args, device)
     results = kernel_of(op)(*given)
     check_layout(op, given, results)
@@ -92,10 +85,7 @@ def assert_follows(op: Any, args: tuple[Any, ...], device: torch.device, rtol: f
 
 
 def assert_casts(op: Any, results: Any, args: tuple[Any, ...], *values: Tensor) -> None:
-    """Assert that all codes are those of the values that an operator declares to have cast, and these `values` if any.
-
-    To the bit: those of the CPU on every device.
-    """
+    """Assert all codes to be the CPU's of what an operator declares to have cast: of `values` if there are any."""
     casts = declarations[op._qualname](moved(results, "cpu"), *moved(args, "cpu"))
     assert len(casts) == sum(x.dtype.itemsize == 1 and x.numel() > 0 for x in tensors_in(results))
     for cast, wanted in zip(casts, values or [cast.values for cast in casts], strict=True):

@@ -1,7 +1,6 @@
 """LoRA as ai-toolkit has it: fp32 modules next to the linears whose `forward` they replace, run without autocast.
 
-With AI_TOOLKIT_ROOT set to a checkout whose requirements this Python has, its own `LoRASpecialNetwork` is used; else a
-stand-in with the same arithmetic and attributes. Both in training mode, with strength 1 until `multiplier` is set.
+ai-toolkit's own with AI_TOOLKIT_ROOT, else a stand-in; in training mode, with strength 1 until `multiplier` is set.
 """
 
 from __future__ import annotations

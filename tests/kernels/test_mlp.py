@@ -313,10 +313,7 @@ def test_backward_kernel(activation, s, f, rank, layout, device):
     ids=str,
 )
 def test_down_projection_kernel(case, device):
-    """Codes are those of `mlp_activation`'s launcher, and the product that of its values.
-
-    It is summed in fp32 in any order and rounded once.
-    """
+    """Codes are those of `mlp_activation`'s launcher, and the product that of its values, rounded once."""
     rank, next_rank, spec, s, d, f, group, dtype, activation = case
     attention, mlp, h, up = given(activation, d, f, rank, dtype, s)
     if dtype != FP32:

@@ -137,10 +137,7 @@ def test_the_residuals_gradient_is_added_before_the_one_rounding():
 
 # -- kernels: interpreted on a CPU ------------------------------------------------------------------------------------
 def norm_calls(norm: str) -> Iterator[tuple[Any, tuple[Any, ...], float]]:
-    """Of the three kernels, and how far of a row their results may be from the references'.
-
-    The interpreter truncates to half precision where a GPU rounds: up to four times.
-    """
+    """Of the three kernels, and how far of a row they may be off: the interpreter truncates where a GPU rounds."""
     for shape, layout, spec, saved in CASES:
         x = rows(shape, layout)
         *modulation, weight = vectors(norm, x)
@@ -277,10 +274,7 @@ def test_the_gates_gradient_is_complete_in_fp32():
 
 
 def gate_calls(normed: bool) -> Iterator[tuple[Any, tuple[Any, ...], float]]:
-    """Of both kernels, and how far of a row their results may be from the references'.
-
-    The interpreter truncates to half precision where a GPU rounds: up to six times.
-    """
+    """Of both kernels, and how far of a row they may be off: the interpreter truncates where a GPU rounds."""
     for shape, layout, spec, saved in CASES:
         grad, gate, result = gate_tensors(shape, layout)
         norm = (weight_of(result), EPS) if normed else ()

@@ -46,10 +46,7 @@ class Streams(NamedTuple):
 def streams(
     lengths: tuple[int, ...], heads: int = 3, d: int = 16, rank: int = 0, dtype: torch.dtype = FP32, hard: bool = True
 ) -> Streams:
-    """Two images' streams of these lengths, parts of wider rows; y and adapters in small whole numbers unless hard.
-
-    Their products and sums are exact in any order.
-    """
+    """Two images' streams of these lengths; unless hard y in small whole numbers, with exact sums in any order."""
 
     def numbers(*shape: int) -> Tensor:
         return torch.randint(-4, 5, shape).to(dtype)

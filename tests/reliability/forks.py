@@ -68,10 +68,9 @@ def wait(child: int) -> int:
 
 
 def at_operation(number: int, folder: Path, act: Callable[[], None]) -> None:
-    """From here on in this process, which cannot be undone: `act` just before an operation, counted from 0.
+    """From here on in this process: `act`, which may raise, just before an operation on files of `folder`, from 0.
 
-    Those on files of `folder` count, also with names relative to an open folder, as `shutil.rmtree` uses. `act` may end
-    the process, or raise what the operation then raises.
+    Names relative to an open folder, as `shutil.rmtree` uses them, count as well.
     """
     counter = itertools.count()
 

@@ -1,7 +1,4 @@
-"""Going on with a run: bit for bit where nothing changed, refused where it would be another run, else said.
-
-Steps, saves and restarts are real; what is cut is the model, to four adapters.
-"""
+"""Going on with a run: bit for bit where nothing changed, refused where it would be another run, else said."""
 
 import errno
 import json

@@ -71,8 +71,7 @@ class Checkout:
     ) -> tuple[int, str]:
         """Run a job; when it prints a line with `at`, `send` a signal to it, or call `send` with the process.
 
-        With an `environment` the config is JSON, as the web UI writes it; several `processes` are started by
-        `accelerate launch`. Returns the exit code and what the job printed.
+        With an `environment` the config is JSON, as the web UI writes it. Returns exit code and output.
         """
         path = self._write(name, name, entry, as_json=bool(environment))
         process = self._begin([path], environment or {}, processes=processes)

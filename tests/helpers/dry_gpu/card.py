@@ -1,8 +1,7 @@
 """A view of meta tensors in which they are on a CUDA device, so that the lines for a GPU run on a machine without one.
 
-FakeTensorMode cannot do this: a torch without CUDA aborts in the autograd engine as soon as a fake CUDA tensor needs a
-gradient. Meta tensors train; only what Python reads of them (`x.device`, `is_cuda`, `data_ptr`) and where it asks for
-new ones (`device="cuda"`) is translated. torch's own C++ still sees the meta device.
+With FakeTensorMode a torch without CUDA aborts in the autograd engine. Meta tensors train; only what Python reads of
+them and where it asks for new ones is translated, torch's own C++ still sees the meta device.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Checks of one kernel launch: what would fail, or read wrong memory, on a GPU and does not show on a CPU.
 
-A kernel is known by its source: names and constants by its signature, the strides it takes by the names of its
-arguments (`x_ptr` with `x_stride`, or `stride_b`, ...), everything else it reads as one piece. The dtypes that a
-pointer may have are those it is compiled for, without a GPU, by scripts/compile_kernels.py.
+A kernel takes strides by the names of its arguments (`x_ptr` with `x_stride`, or `stride_b`), everything else it reads
+as one piece. The dtypes that a pointer may have are those it is compiled for by scripts/compile_kernels.py.
 """
 
 import functools

@@ -1,7 +1,6 @@
 """Streams of the card: what is queued on one happens after what is queued on another only where it was told to wait.
 
-Checked is memory that some other stream than the first writes: who reads it must have waited for the writing, who
-writes it for all reading before.
+Who reads memory that another stream than the first writes must have waited for that, who writes it for all reading.
 """
 
 from __future__ import annotations
