@@ -7,7 +7,7 @@ from torch.nn import Parameter
 from coat_core.optim import FP8AdamW
 from coat_core.optim.state import MOMENTS
 from coat_flux.config.coat import COATConfig
-from coat_flux.trainers.optimizer import build_optimizer, describe_optimizer
+from coat_flux.trainers.optimizer import build_optimizer
 from tests.helpers.asserts import assert_bitwise
 from tests.optim.common import make_params, run, stored
 
@@ -49,13 +49,6 @@ def test_moment_rounding_comes_from_the_config_and_draws_from_the_seed(where):
         codes.append([stored(name, optimizer.state[params[0]]).view(torch.uint8) for name in MOMENTS])
     assert torch.equal(codes[0][0], codes[1][0])
     assert not torch.equal(codes[0][1], codes[1][1])
-
-
-def test_the_start_line_names_how_each_moment_is_stored():
-    options = {"m1_format": "int8_ratio", "stochastic_rounding": True, "use_dynamic_range_expansion": False}
-    line = describe_optimizer(build_optimizer(make_params(), 1e-3, COATConfig.from_dict({"optimizer": options})))
-    assert "exp_avg int8_ratio (block 128), exp_avg_sq e4m3 (block 128, plain)" in line
-    assert line.count("stochastic") == 2
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

@@ -19,42 +19,35 @@ from tests.reliability.photos import animation, cutout, encoded, good_folder, ha
 from tests.tolerances import BAD_DATASET_SECONDS
 
 TRIGGER = "ohwx"
+Files = dict[str, bytes | str]
 
 
 class Bad(NamedTuple):
-    """One malformed dataset: `make` spoils a good folder; the finding is about `file` and says `words`."""
+    """One malformed dataset: files that are written into a good folder, or what else spoils it.
+
+    The finding is about `file` and says `words`.
+    """
 
     name: str
-    make: Callable[[Path], Any]
+    made: Files | Callable[[Path], Any]
     file: str
     words: str
     is_error: bool = True
     trigger: str | None = TRIGGER
     settings: tuple[tuple[str, Any], ...] = ()  # of the dataset, or of the pre-flight
 
-
-def image(name: str, content: bytes | str) -> Callable[[Path], None]:
-    """A file beside the good ones, with a caption."""
-
-    def make(folder: Path) -> None:
-        write(folder / name, content)
-        write((folder / name).with_suffix(".txt"), "a photo of ohwx in a field")
-
-    return make
-
-
-def captions(*texts: bytes | str) -> Callable[[Path], None]:
-
-    def make(folder: Path) -> None:
-        for i, text in enumerate(texts):
-            write(folder / f"good{i}.jpg", jpeg(seed=100 + i))
-            write(folder / f"good{i}.txt", text)
-
-    return make
+    def spoil(self, folder: Path) -> None:
+        if not isinstance(self.made, dict):
+            self.made(folder)
+            return
+        for name, content in self.made.items():
+            path = write(folder / name, content)
+            if path.suffix in (".jpg", ".png") and not path.with_suffix(".txt").exists():
+                write(path.with_suffix(".txt"), "a photo of ohwx in a field")
 
 
-def extra(name: str, content: bytes | str = b"x") -> Callable[[Path], Path]:
-    return lambda folder: write(folder / name, content)
+def captions(*texts: bytes | str) -> Files:
+    return {f"good{i}.txt": text for i, text in enumerate(texts)}
 
 
 def renamed(extension: str) -> Callable[[Path], None]:
@@ -89,18 +82,20 @@ PNG = encoded(noise(seed=5), "PNG")
 FLIPPED = PNG[:400] + bytes([PNG[400] ^ 0xFF]) + PNG[401:]
 BLACK = encoded(Image.new("RGB", (64, 64)), "PNG")
 COPY = encoded(noise((128, 128), seed=100).resize((96, 96)), "PNG")
-GARMENT = [f"ohwx, blue denim jacket {where}" for where in ("at sea", "in rain", "on snow", "by night")]
-STRANGERS, MASKED = ("red hat", "blue sky", "big tree", "old car"), (("transparency", "mask"),)
+FOURTH, MASKED = {"good3.jpg": jpeg(seed=103)}, (("transparency", "mask"),)
+PLACES = ("at sea", "in rain", "on snow", "by night")
+GARMENT = FOURTH | captions(*(f"ohwx, blue denim jacket {where}" for where in PLACES))
+STRANGERS = FOURTH | captions("red hat", "blue sky", "big tree", "old car")
 ERRORS = [
     # files that are no image, or damaged
-    Bad("web page", image("bad.png", "<!DOCTYPE html><p>403"), "bad.png", "<!DOCTYPE"),
-    Bad("half a jpeg", image("bad.jpg", half(jpeg())), "bad.jpg", "truncated"),
-    Bad("png pixels", image("bad.png", FLIPPED), "bad.png", "cannot be read"),
-    Bad("bomb", image("bad.png", png(30000, 30000, 1, 0, b"\0" * 1000)), "bad.png", "exceeds limit"),
+    Bad("web page", {"bad.png": "<!DOCTYPE html><p>403"}, "bad.png", "<!DOCTYPE"),
+    Bad("half a jpeg", {"bad.jpg": half(jpeg())}, "bad.jpg", "truncated"),
+    Bad("png pixels", {"bad.png": FLIPPED}, "bad.png", "cannot be read"),
+    Bad("bomb", {"bad.png": png(30000, 30000, 1, 0, b"\0" * 1000)}, "bad.png", "exceeds limit"),
     # images that cannot be trained on
-    Bad("animated png", image("bad.png", animation("PNG")), "bad.png", "animation of 2 frames"),
-    Bad("tracking pixel", image("bad.png", encoded(noise((64, 31)), "PNG")), "bad.png", "64x31 pixels"),
-    Bad("all transparent", image("bad.png", cutout(0)), "bad.png", "transparent all over"),
+    Bad("animated png", {"bad.png": animation("PNG")}, "bad.png", "animation of 2 frames"),
+    Bad("tracking pixel", {"bad.png": encoded(noise((64, 31)), "PNG")}, "bad.png", "64x31 pixels"),
+    Bad("all transparent", {"bad.png": cutout(0)}, "bad.png", "transparent all over"),
     # files and folders that are none
     Bad("no folder", shutil.rmtree, "photos", "folder not found"),
     Bad("a file", file_instead, "photos", "this is a file, not a folder"),
@@ -114,21 +109,21 @@ ERRORS = [
 ]
 WARNINGS = [
     Bad("no caption", lambda f: (f / "good1.txt").unlink(), "photos", "1 of 3 images have no .txt caption"),
-    Bad("empty caption", extra("good1.txt", ""), "photos", "1 captions are empty (first: that of good1.jpg)"),
-    Bad("photo.jpg.txt", extra("good1.jpg.txt"), "photos", "belong to no image (first: good1.jpg.txt)"),
+    Bad("empty caption", {"good1.txt": ""}, "photos", "1 captions are empty (first: that of good1.jpg)"),
+    Bad("photo.jpg.txt", {"good1.jpg.txt": b"x"}, "photos", "belong to no image (first: good1.jpg.txt)"),
     Bad("[trigger]", captions("a [trigger]", "one [name]"), "photos", "2 captions use [trigger]", trigger=None),
-    Bad("nothing in common", captions(*STRANGERS), "photos", "no word in common", trigger=None),
+    Bad("nothing in common", STRANGERS, "photos", "no word in common", trigger=None),
     Bad("trigger in a word", captions("a foxglove", "the fox runs"), "photos", "1 captions have", trigger="fox"),
     Bad("other capitals", captions("a photo of Ohwx", "ohwx by the sea"), "photos", "1 captions have the trigger word"),
-    Bad("captions of the garment", captions(*GARMENT), "photos", "'blue', 'denim', 'jacket'"),
-    Bad("near duplicate", image("copy.png", COPY), "photos", "(first: good0.jpg, like copy.png)"),
-    Bad("same stem", extra("good1.png", encoded(noise(seed=55), "PNG")), "photos", "good1.jpg and good1.png share"),
-    Bad("too small", lambda f: None, "photos", "trains at 64x64", settings=(("resolution", (512,)),)),
-    Bad("a strip", image("bad.jpg", jpeg((2000, 40), seed=3)), "photos", "lose more than 27% of their area"),
-    Bad("camera photos", extra("IMG_1.CR2"), "photos", "1 images are not read (first: IMG_1.CR2)"),
-    Bad("all black", image("bad.png", BLACK), "bad.png", "shows one colour all over"),
-    Bad("cmyk", image("bad.jpg", encoded(noise(seed=8).convert("CMYK"), "JPEG")), "bad.jpg", "CMYK without"),
-    Bad("mask without alpha", lambda f: None, "coat.data.transparency", "no photo has transparent", settings=MASKED),
+    Bad("captions of the garment", GARMENT, "photos", "'blue', 'denim', 'jacket'"),
+    Bad("near duplicate", {"copy.png": COPY}, "photos", "(first: good0.jpg, like copy.png)"),
+    Bad("same stem", {"good1.png": encoded(noise(seed=55), "PNG")}, "photos", "good1.jpg and good1.png share"),
+    Bad("too small", {}, "photos", "trains at 64x64", settings=(("resolution", (512,)),)),
+    Bad("a strip", {"bad.jpg": jpeg((2000, 40), seed=3)}, "photos", "lose more than 27% of their area"),
+    Bad("camera photos", {"IMG_1.CR2": b"x"}, "photos", "1 images are not read (first: IMG_1.CR2)"),
+    Bad("all black", {"bad.png": BLACK}, "bad.png", "shows one colour all over"),
+    Bad("cmyk", {"bad.jpg": encoded(noise(seed=8).convert("CMYK"), "JPEG")}, "bad.jpg", "CMYK without"),
+    Bad("mask without alpha", {}, "coat.data.transparency", "no photo has transparent", settings=MASKED),
 ]
 if sys.platform != "win32":
     ERRORS += [Bad("broken link", lambda f: (f / "bad.jpg").symlink_to("nowhere.jpg"), "bad.jpg", "broken link")]
@@ -145,7 +140,7 @@ def inspect(folder: Path, trigger: str | None = TRIGGER, **settings: Any) -> Dat
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_each_is_answered_with_one_clear_finding(case, tmp_path):
     folder = good_folder(tmp_path / "photos")
-    case.make(folder)
+    case.spoil(folder)
     start = time.process_time()
     report = inspect(folder, case.trigger, **dict(case.settings))
     assert time.process_time() - start < BAD_DATASET_SECONDS
