@@ -58,7 +58,7 @@ CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 JOBS: tuple[dict[str, Any], ...] = (job_with(), *(load_job_yaml(path) for path in CONFIGS))
 NAMES = {part for option in OPTIONS for part in option.key.split(".")}
 NAMES |= {name for block in BLOCKS.values() for name in block}  # a misspelled key may be another one
-JUNK = (None, True, -1, 10**400, float("nan"), "x\0", "1e-4", [], [None], {}, {None: 1}, datetime.date(2024, 1, 1))
+JUNK = (None, True, -1, 10**400, float("nan"), "x\0", [None], {None: 1}, datetime.date(2024, 1, 1))
 Path_ = tuple[Any, ...]
 
 
