@@ -70,14 +70,14 @@ class FluxTransformer2DModel(nn.Module):
 MODEL = {"quantize": False, "qtype": "half", "is_flux": True, "arch": "flux", "quantize_kwargs": {}, "compile": False}
 TRAIN = {"optimizer": "adamw", "optimizer_params": {}, "lr": 1e-3, "gradient_checkpointing": True, "ema_config": {}}
 TRAIN |= {"steps": 3, "start_step": None, "batch_size": 1, "gradient_accumulation": 1, "max_grad_norm": 1.0}
-TRAIN |= {"merge_network_on_save": False, "unload_text_encoder": False}
+TRAIN |= {"unload_text_encoder": False}
 NETWORK = {"type": "lora", "linear": 4, "conv": None, "transformer_only": True, "network_kwargs": {}}
 DATASET = {"dataset_path": None, "mask_path": None, "alpha_mask": False, "num_frames": 1, "is_reg": False}
 DATASET |= {"num_workers": 0}
 
 
-def _config(raw, defaults):
-    return SimpleNamespace(**copy.deepcopy(defaults) | (raw or {}))
+def _config(raw, defaults, **more):
+    return SimpleNamespace(**copy.deepcopy(defaults) | more | (raw or {}))
 
 
 def _nothing(self, *args, **kwargs):
@@ -98,7 +98,7 @@ class BaseSDTrainProcess:
             random.seed(self.training_seed)
         self.trigger_word = self.get_conf("trigger_word")
         self.model_config = _config(config.get("model"), MODEL)
-        self.train_config = _config(config.get("train"), TRAIN)
+        self.train_config = _config(config.get("train"), TRAIN, merge_network_on_save=False)
         self.network_config = _config(config.get("network"), NETWORK)
         self.save_config = _config(config.get("save"), {"save_every": 1000, "max_step_saves_to_keep": 2})
         self.dataset_configs = [
