@@ -1,6 +1,6 @@
 """The training loop of a job: each step of ai-toolkit runs inside `TrainingLoop.step`, each save is a whole set.
 
-ai-toolkit itself turns a NaN loss into 0, and drops a batch that ran out of memory: here both are handled before.
+ai-toolkit itself turns a NaN loss into 0, and drops a batch that ran out of memory; here both are handled first.
 
 Nor does it combine processes (`accelerate launch run.py`), as `Team` does: each takes every N-th batch of one order,
 gradients are combined before clipping, and all agree on one loss and on what follows the step. Each samples every N-th
@@ -41,7 +41,7 @@ LOSSES = ("calculate_loss", "get_guided_loss", "get_mean_flow_loss")  # methods 
 
 
 class TrainingLoop:
-    """The loop of one job, from `hook_before_train_loop` on; `done` is the number of steps done."""
+    """The loop of one job, from `hook_before_train_loop` on; `done` counts steps."""
 
     def __init__(self, process: Any):
         self._process = process
@@ -50,23 +50,16 @@ class TrainingLoop:
         self._full = process._full
         self._held_out = process._held_out
         phases = process._phases
-        self.done = self._saved = process.step_num  # `_saved`: the step of the newest save
+        self.done = self._saved = process.step_num
         self._stop_requested = False  # by the web UI or the live page
-        self._owes_save = False  # the guard has postponed one
-        self._warned_of_loss = False
+        self._owes_save = self._warned_of_loss = False
         self._begin_step()
         self._tables: RunTables | None = None
         if self._team.is_main:
-            self._tables = RunTables(
-                Path(process.save_root),
-                self.done,
-                process.device_torch,
-                f"ai-toolkit {ai_toolkit_version()}",
-                info,
-                validates=self._held_out is not None,
-            )
+            folder, trainer = Path(process.save_root), f"ai-toolkit {ai_toolkit_version()}"
+            validates = self._held_out is not None
+            self._tables = RunTables(folder, self.done, process.device_torch, trainer, info, validates=validates)
             process._held.callback(self._tables.close)
-
         write_precision = (lambda rows: None) if self._tables is None else self._tables.precision
         log = SimpleNamespace(info=info, detail=detail, precision=write_precision)
         self.watch = StepWatch(
@@ -107,13 +100,13 @@ class TrainingLoop:
     def _begin_step(self) -> None:
         self._losses: list[Tensor] = []  # fp32 [], by micro-batch
         self._losses_without: list[Tensor] = []  # the same without the LoRA
-        self._norms: list[Tensor] = []  # of gradients before clipping, by parameter group
-        self._stats: StepStats | None = None  # once the gradients are there
-        self._micro_batches = 0  # begun so far
+        self._norms: list[Tensor] = []  # before clipping, by parameter group
+        self._stats: StepStats | None = None
+        self._micro_batches = 0
         self._commands: frozenset[str] = frozenset()  # agreed on by all processes
 
     def step(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Do a step by `run`, ai-toolkit's own; returns the numbers that ai-toolkit displays."""
+        """Do a step by ai-toolkit's `run`; returns the numbers that it displays."""
         quiet_dead_outputs()
         process = self._process
         number = process.step_num + 1
@@ -123,7 +116,7 @@ class TrainingLoop:
             self._begin_step()
             began = time.monotonic()
             with self.watch.casts(number), self._observed(number):
-                # not before `casts`: on a CPU the memory report is a dispatch mode too, and modes must nest
+                # inside `casts`: on a CPU the memory report is a dispatch mode too, and modes must nest
                 self.watch.mark("before_forward", number)
                 shown = run()
             self.watch.mark("after_optimizer_step", number)
@@ -165,7 +158,7 @@ class TrainingLoop:
             self._tables.validation(self.done, loss)
 
     def redraw(self) -> None:
-        """Redraw the held-out photos at a save or at a start, unless that was done at this step."""
+        """Redraw held-out photos at a save or at a start, if not yet done at this step."""
         redrawn = None if self._held_out is None else self._held_out.redrawn
         if redrawn is None or not redrawn.lacks(self.done):
             return
@@ -176,7 +169,7 @@ class TrainingLoop:
             self._tables.fidelity(redrawn.rows())
 
     def begin_micro_batch(self) -> None:
-        """Seed the generators by the micro-batch's number in the run, if a step has several."""
+        """Seed by the micro-batch's number if a step has several."""
         process, team = self._process, self._team
         count = process.train_config.gradient_accumulation
         if self._continuation is not None and count * team.size > 1:
@@ -190,12 +183,9 @@ class TrainingLoop:
     def _observed(self, number: int) -> Iterator[None]:
         """Replace the methods that ai-toolkit's step calls, in this block only: all jobs share one accelerator."""
         process, watch = self._process, self.watch
-        accelerator = process.accelerator
-        optimizer = process.optimizer
-        own_backward = accelerator.backward
-        own_clip = accelerator.clip_grad_norm_
-        own_step = optimizer.step
-        own_predict = process.predict_noise
+        accelerator, optimizer = process.accelerator, process.optimizer
+        own_backward, own_clip = accelerator.backward, accelerator.clip_grad_norm_
+        own_predict, own_step = process.predict_noise, optimizer.step
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         fused = None if self._full is None else self._full.fused
         is_complete = False  # gradients are combined over processes
@@ -215,7 +205,7 @@ class TrainingLoop:
             return pair[1]
 
         def recorded(compute: Callable[..., Any]) -> Callable[..., Any]:
-            """The method `compute` of a loss, which also records it, before ai-toolkit turns NaN into 0."""
+            """The loss method `compute`, recorded before ai-toolkit turns NaN into 0."""
 
             def compute_loss(*args: Any, **kwargs: Any) -> Any:
                 if pair and kwargs.get("noise_pred") is pair[1] and kwargs.get("prior_pred") is None:
@@ -278,7 +268,6 @@ class TrainingLoop:
         without = math.nan
         if self._losses_without and len(self._losses_without) == len(self._losses):
             without = float(torch.stack(self._losses_without).mean())
-
         norms = self._norms or [p.grad.norm() for p in parameters if p.grad is not None]
         norm = 0.0
         if self._full is not None and self._full.fused is not None:
@@ -300,10 +289,7 @@ class TrainingLoop:
     # -- between two steps
 
     def save(self, step: int | None, host_save: Callable[[int | None], None]) -> None:
-        """Save a set, by ai-toolkit's `host_save`, or postpone it while the guard is in doubt.
-
-        The final save (`step` None) raises DeadRunError instead.
-        """
+        """Save a set by ai-toolkit's `host_save`, later if the guard is in doubt; the last (None) fails if it is."""
         process, guard = self._process, self.watch.guard
         is_set = self._continuation is not None  # else saves are ai-toolkit's own
         if is_set and step is not None and guard.doubt is not None:
@@ -348,7 +334,7 @@ class TrainingLoop:
         commands = process._live.poll() if alone else self._commands
         if "stop" in commands and not self.stops:
             self.ask_to_stop("the live page" if alone else "the live page, or another process,")
-        stops = "stop" in commands or (alone and self.stops)  # several processes stop only where all agree
+        stops = "stop" in commands or (alone and self.stops)  # several processes stop together
         if commands and not stops:
             if "save" in commands and self._saved != self.done:
                 process.save(self.done)
@@ -369,14 +355,13 @@ class TrainingLoop:
         place = "before the first step"
         if self.done:
             place = f"after {self.done} steps, saved in {process.save_root}"
-        if self._saved != self.done and self._continuation is not None:  # the guard has postponed the save
+        if self._saved != self.done and self._continuation is not None:  # postponed by the guard
             place = f"after {self.done} steps; those after step {self._saved} are not saved"
         info(f"stopped {place}; the same command resumes it")
-
         reason: BaseException = KeyboardInterrupt()
         try:
             super(type(process), process).maybe_stop()
-        except Exception as error:  # how ai-toolkit stops a job of its web UI
+        except Exception as error:  # ai-toolkit's way to stop
             reason = error
         process.on_error(reason)
         raise SystemExit(EXIT_CODE)
@@ -426,7 +411,7 @@ def explain_end(error: BaseException, process: Any) -> None:
 class Team(Processes):
     """The processes of a job; UserError if several were started and accelerate counts one."""
 
-    averages = False  # whether gradients are averaged over processes, or summed
+    averages = False  # of gradients, else their sums
 
     def __init__(self, accelerator: Any):
         size = accelerator.num_processes
@@ -443,7 +428,7 @@ class Team(Processes):
         self.wait()
 
     def sum_gradients(self, params: Iterable[nn.Parameter]) -> None:
-        """Combine gradients over processes as ai-toolkit does over accumulated batches, from 0.13 on by their mean."""
+        """Combine gradients as ai-toolkit combines those of accumulated batches: from 0.13 on by their mean."""
         params = list(params)
         super().sum_gradients(params)
         if self.averages and self.size > 1:
@@ -461,7 +446,7 @@ class Team(Processes):
         with patched(process.accelerator.state, distributed_type=DistributedType.NO):
             yield
         if hasattr(process.lr_scheduler, "split_batches"):
-            process.lr_scheduler.split_batches = True  # else accelerate steps it once for each process
+            process.lr_scheduler.split_batches = True  # else a step would be one for each process
         counters = (process.step_num, process.start_step, process.epoch_num)
         process.step_num, process.start_step, process.epoch_num = self.from_main(counters)
         _limit_waits(STEP_LIMIT)
@@ -473,7 +458,7 @@ class Team(Processes):
         for number, image in enumerate(images):
             count = str(number).zfill(len(str(len(images))))
             image.output_filename_no_ext = image.output_filename_no_ext.replace("[count]", count)
-            image.save_image_atomic = image.save_image  # the atomic one would move the other processes' images too
+            image.save_image_atomic = image.save_image  # it would move the other processes' images too
         return images[self.rank :: self.size]
 
 
