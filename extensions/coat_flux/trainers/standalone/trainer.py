@@ -149,7 +149,6 @@ class COATTrainer:
             log.info(f"#### IMPORTANT RESUMING FROM {point.path} ####")
         elif is_main:
             phases.path = job.folder / MEMORY_FILE
-
         samples = bool(job.sample.items()) and not job.train.disable_sampling
         first = 0 if point is None else point.step
         live = LiveRun(job.folder, first, job.train.steps, samples=samples, active=is_main)
@@ -157,7 +156,7 @@ class COATTrainer:
             if point is None:
                 stack.enter_context(live)
             session = Session(job, workers, log, phases, point, identity, live)
-            if point is not None:  # only now: the files of a run that cannot be resumed stay unchanged
+            if point is not None:  # a run that cannot be resumed stays unchanged
                 stack.enter_context(live)
             return _run(session, self._observer)
 
@@ -200,11 +199,11 @@ def _run(session: Session, observer: Observer | None) -> Path:
 
 
 def _train_steps(session: Session, interrupts: Interrupts, observer: Observer | None) -> None:
-    """Do the remaining steps, with saves and samples between them; KeyboardInterrupt after the save of a stop."""
+    """Do all remaining steps, with saves and samples between them; KeyboardInterrupt after a stop's save."""
     job, log, guard = session.job, session.log, session.watch.guard
     batches = session.batches()
     first = session.step + 1
-    owes_save = False  # the guard has postponed one
+    owes_save = False
     log.start(session.step)
     session.watch.phases.enter("step")
     if observer is not None:
@@ -283,7 +282,7 @@ def _validate(session: Session) -> float:
 
 
 def _redraw(session: Session) -> None:
-    """Redraw the held-out photos at a save or at a start, unless that was done at this step."""
+    """Redraw held-out photos at a save or at a start, if not yet done at this step."""
     redrawn, model, device = session.redrawn, session.transformer, session.workers.device
     if redrawn is None or not redrawn.lacks(session.step):
         return
@@ -297,10 +296,7 @@ def _redraw(session: Session) -> None:
 
 
 def train_step(session: Session, batches: Iterator[Batch], interrupts: Interrupts) -> frozenset[str]:
-    """Do one optimizer step, counted even if its update is skipped; returns requested `watch.live.COMMANDS`.
-
-    Loss and norm are logged now, in the next step, or by `settle`.
-    """
+    """Do one optimizer step, counted even if its update is skipped; returns requested `watch.live.COMMANDS`."""
     started = time.perf_counter()
     watch = session.watch
     number = session.step + 1
@@ -311,7 +307,6 @@ def train_step(session: Session, batches: Iterator[Batch], interrupts: Interrupt
     lr = float(group["lr"]) * float(group.get("d", 1.0))  # Prodigy's step size, as in ai-toolkit
     micro_batches = [next(batches) for _ in range(session.job.train.gradient_accumulation)]
     without = _without_lora(session, number, micro_batches)
-
     with watch.casts(number):
         replayed = _replay(session, number, micro_batches) if late else None
         results = _gradients(session, number, micro_batches) if replayed is None else replayed
@@ -406,7 +401,7 @@ def _gradients(session: Session, number: int, batches: Sequence[Batch]) -> Tenso
 
 
 def _retried(session: Session, number: int, attempt: Callable[[], Tensor]) -> Tensor:
-    """The result of `attempt`, which is repeated with less in memory when it runs out."""
+    """The result of `attempt`, repeated with less in memory if that runs out."""
     graphs = session.graphs
     if graphs is not None:
         graphs.make_room()
@@ -416,7 +411,7 @@ def _retried(session: Session, number: int, attempt: Callable[[], Tensor]) -> Te
         freed = graphs is not None and graphs.drop()
         return "CUDA graphs: their memory was given back" if freed else None
 
-    if session.workers.shares_weights:  # alone in its retry, a process would wait for the others' weights
+    if session.workers.shares_weights:  # a process that retries alone would wait for the others' weights
         return attempt()
     return session.watch.retry(number, attempt, reset)
 
@@ -432,9 +427,9 @@ def _clipped(session: Session, loss: Tensor) -> Tensor:
 
 
 def _update(session: Session, found_inf: Tensor | None) -> None:
-    """Update parameters, unless backward did, and their average; a no-op on the device where `found_inf` is 1."""
+    """Update parameters, unless backward did, and the average; a no-op where `found_inf` is 1."""
     if session.fused is None:
-        # for stochastic rounding
+        # stochastic rounding
         torch.manual_seed(mixed_seed(session.job.seed, Stream.OPTIMIZER, session.step))
         if isinstance(session.optimizer, FP8AdamW):
             session.optimizer.found_inf = found_inf
