@@ -46,12 +46,7 @@ class BucketBatchSampler:
     """
 
     def __init__(
-        self,
-        samples: Sequence[Sample],
-        batch_size: int,
-        seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
+        self, samples: Sequence[Sample], batch_size: int, seed: int = 0, rank: int = 0, world_size: int = 1
     ) -> None:
         self.batch_size, self.seed, self.rank, self.world_size = batch_size, seed, rank, world_size
         self._buckets: dict[Bucket, list[int]] = {}
@@ -139,7 +134,7 @@ class LatentDataset:
     def fill(self, progress: bool = True) -> None:
         """Encode what the caches lack, then release the models that training does not need.
 
-        With several processes, call it in one of them first: the others find everything cached.
+        With several processes, call it in one first: the others find everything cached.
         """
         bar = partial(tqdm, disable=not progress, leave=False, **bar_options())
         cacheable = [sample for sample in self.samples if self._latents[sample.dataset_index].enabled]
@@ -196,9 +191,8 @@ class LatentDataset:
     def encoded(self, sample: Sample, prompt: str, *, blur: float = 0.0) -> dict[str, Tensor]:
         """One row of a batch, on the CPU: latents [C, h, w] fp32; prompt_embeds [T, D] and pooled [P] bf16.
 
-        With masks also mask [1, h, w] fp32, of the loss: of mean 1 by `transparency: mask`; by the datasets' own masks
-        (blurred by `blur`, as in `Mask.radius`) weights from 0 to 1, all 0 where a photo has none. DatasetError if a
-        tensor is not finite, or cannot be encoded any more.
+        With masks also mask [1, h, w] fp32: by `transparency: mask` of mean 1; by the datasets' own, blurred by `blur`
+        (`Mask.radius`), from 0 to 1, 0 where a photo has none. DatasetError if not finite, or not cached any more.
         """
         index = sample.dataset_index
         image = self._latents[index].load(self._latent_key(sample)) or self._encode_image(sample)
@@ -209,7 +203,7 @@ class LatentDataset:
             return row
         mask = sample.mask
         height, width = image["latents"].shape[1:]
-        if not self._own_masks[index]:  # the photo's transparency, if cached with its latents, else everything
+        if not self._own_masks[index]:  # cached with the latents, or everything
             row.setdefault("mask", torch.ones(1, height, width))
         elif mask is None:
             row["mask"] = torch.zeros(1, height, width)
@@ -228,9 +222,8 @@ class LatentDataset:
         crop = fit_to_bucket(image, sample.bucket, flip=sample.flip)
         latents = encode_latents(self.vae, to_tensor(crop)[None])[0].cpu()
         if not torch.isfinite(latents).all():
-            raise DatasetError(
-                f"{printable(sample.image_path)}: the VAE returns NaN or inf for it; run the VAE in bf16 or fp32"
-            )
+            name = printable(sample.image_path)
+            raise DatasetError(f"{name}: the VAE returns NaN or inf for it; run the VAE in bf16 or fp32")
         entry = {"latents": latents}
         height, width = latents.shape[-2:]
         if self.masked and alpha is None:
