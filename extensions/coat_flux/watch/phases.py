@@ -1,7 +1,7 @@
 """Memory of a run by phase, written to `<run folder>/coat/memory.json` during the run; all sizes in bytes.
 
     {
-      "device": "cuda:0",
+      "device": such as "cuda:0",
       "method": {"memory": how memory was measured, "saved activations": how those were measured},
       "baseline": before the run, outside the prediction: 0 on a GPU, Python and its libraries on a CPU,
       "peak": the largest of all phases,
@@ -11,7 +11,7 @@
           "peak": {"allocated", "reserved"},
           "exact": false if the peak is a lower bound (a CPU's, below that of an earlier phase),
           "parts": at the moment when the known parts together were largest, including "rest",
-          "most": the largest of each part at any count; of steps after the first, in which libraries warm up
+          "most": the largest of each part at any count; the first step, in which libraries warm up, is left out
       }},
       "moments": {"before_training", "before_sampling", "after_sampling" (the last one): {
           "allocated", "reserved", "peak": since the start of the run}},
@@ -53,8 +53,8 @@ STEP_MOMENTS = {  # moment of a step → the work that follows it
     "after_optimizer_step": "after the optimizer's update",
 }
 MOMENTS = ("before_training", "before_sampling", "after_sampling")
-COUNTED = 2  # first micro-batches, whose saved activations are counted where there is no CUDA allocator
-COUNTS = 6  # unconditional counts per phase; later ones need more memory in use than at any count so far
+COUNTED = 2  # first steps, whose saved activations are counted where there is no CUDA allocator
+COUNTS = 6  # unconditional counts of parts, per phase; later ones need more memory in use than at any so far
 METHODS = {
     "cuda": {
         "memory": "torch's CUDA allocator",
@@ -77,8 +77,8 @@ def reset_peak(device: torch.device) -> None:
 class PhaseTracker:
     """Follows the memory of `device` through a run's phases.
 
-    `path` None (every process but the main one) writes nothing; `counts` is False for compiled models, whose operators
-    cannot be counted. `held` counts by part; `baseline` is the memory in use before the run, `moment` the step's.
+    Without a `path` (in every process but the main one) nothing is written. `counts` is False for compiled models,
+    whose operators cannot be counted. `held` counts bytes by part; `moment` is the work under way in a step.
     """
 
     def __init__(self, device: torch.device, path: Path | None, *, counts: bool = True):
@@ -90,18 +90,18 @@ class PhaseTracker:
         self._phases: dict[str, dict[str, Any]] = {}  # as in the JSON, but for "rest"
         self._counts: dict[str, tuple[int, int]] = {}  # phase → counts of its parts, the most allocated at one
         self._moments: dict[str, dict[str, int]] = {}
-        self._now: str | None = None
-        self._broken: str | None = None
+        self._now: str | None = None  # the current phase
+        self._broken: str | None = None  # a phase that an exception left
         self._peak_before = 0  # of the process, before the phase
         self._before_forward = 0  # allocated, without gradients
         self._counts_operators = counts and device.type != "cuda"
         self._counter: HeldTensors | None = None  # while it counts
-        self._counted = 0
-        self._steps = 0
-        self._called: set[tuple[str, int]] = set()
+        self._counted = 0  # bytes of saved activations
+        self._steps = 0  # begun
+        self._called: set[tuple[str, int]] = set()  # (phase, model)
 
     def hold_models(self, vae: nn.Module | None, text_encoders: Iterable[nn.Module]) -> None:
-        """Count models that come and go; all parts are counted whenever one of them first runs in a phase."""
+        """Count models that come and go; when one of them first runs in a phase, all parts are counted."""
         watched = list(text_encoders)
         for encoder in watched:
             self.held.add("text encoders", encoder)
@@ -180,32 +180,34 @@ class PhaseTracker:
             self._before_forward = allocated - self.held.count(["gradients"])["gradients"]
             self._steps += 1
             self._stop_counting()
-            if self._steps == 2:  # in the first, libraries warm up and weights are joined
+            if self._steps == 2:  # forget the first: libraries warm up, weights are joined
                 self._counted = 0
                 if self._now is not None:
                     self._phases[self._now] |= {"parts": {}, "most": {}}
                     self._counts.pop(self._now, None)
             if self._counts_operators and self._steps <= COUNTED:
                 self._counter = HeldTensors()
-                self._counter.__enter__()
+                self._counter.__enter__()  # until `_stop_counting`
         elif moment == "after_forward":
             self._stop_counting()
+            saved = self._counted
             if self.device.type == "cuda":
                 growth = allocated - self.held.count(["gradients"])["gradients"] - self._before_forward
-                self._count_parts({SAVED: max(0, growth)})
-            else:
-                self._count_parts({SAVED: self._counted})
+                saved = max(0, growth)
+            self._count_parts({SAVED: saved})
         elif moment == "after_backward":
             self._count_parts()
 
     def _stop_counting(self) -> None:
         if self._counter is not None:
             self._counter.__exit__(None, None, None)
-            self._counted, self._counter = max(self._counter.now, self._counted), None
+            self._counted = max(self._counter.now, self._counted)
+            self._counter = None
 
     def record(self) -> dict[str, Any]:
         """The content of the JSON described above."""
-        peak, phases = self.peak, {}
+        peak = self.peak  # first, as it updates the phase's
+        phases = {}
         for name in sorted(self._phases, key=RUN_PHASES.index):
             phase = self._phases[name]
             rest = phase["peak"]["allocated"] - self.baseline - sum(phase["parts"].values())
@@ -235,7 +237,7 @@ class PhaseTracker:
         return {"allocated": allocated, "reserved": reserved}
 
     def _update(self) -> None:
-        """Raise the phase's peak; that of a CPU is known only where the process's rose."""
+        """Raise the current phase's peak, on a CPU exact only if the process's peak rose in it."""
         if self._now is None:
             return
         phase, now, peak = self._phases[self._now], self._used(), peak_bytes(self.device)
@@ -257,17 +259,17 @@ class PhaseTracker:
         used = self._used()
         self._moments[name] = {**used, "peak": max(used["allocated"], self.peak)}
 
-    def _count_parts(self, further: dict[str, int] | None = None, *, always: bool = False) -> None:
-        """Count the parts, if seldom done in this phase or if more is held than before."""
+    def _count_parts(self, measured: dict[str, int] | None = None, *, always: bool = False) -> None:
+        """Count all parts, `COUNTS` times in a phase, then only if more is allocated; `measured` ones as they are."""
         if self._now is None:
             return
         self._update()
         phase, allocated = self._phases[self._now], self._used()["allocated"]
-        count, most_held = self._counts.get(self._now, (0, 0))
-        if not always and count >= COUNTS and allocated <= most_held:
+        count, most_allocated = self._counts.get(self._now, (0, 0))
+        if not always and count >= COUNTS and allocated <= most_allocated:
             return
-        self._counts[self._now] = count + 1, max(allocated, most_held)
-        parts = self.held.count() | (further or {})
+        self._counts[self._now] = count + 1, max(allocated, most_allocated)
+        parts = self.held.count() | (measured or {})
         phase["most"] = {part: max(size, phase["most"].get(part, 0)) for part, size in parts.items()}
         if sum(parts.values()) >= sum(phase["parts"].values()):
             phase["parts"] = parts
@@ -278,12 +280,8 @@ class PhaseTracker:
 PARTS = ("transformer", "lora", "gradients", "optimizer", "ema", "saved activations", "text encoders", "vae", "rest")
 
 
-def finish(
-    tracker: PhaseTracker,
-    job: Callable[[], JobConfig],
-    log: Callable[[str], None] | None,
-) -> None:
-    """End a run's tracking: JSON with the prediction, and the table to `log`."""
+def finish(tracker: PhaseTracker, job: Callable[[], JobConfig], log: Callable[[str], None] | None) -> None:
+    """End a run's tracking: write the JSON with the prediction, and the table to `log`."""
     if tracker.path is not None:
         tracker.forecast = forecast(job, tracker.device)
     tracker.close()
@@ -295,10 +293,11 @@ def finish(
 def forecast(make_job: Callable[[], JobConfig], device: torch.device) -> dict[str, Any]:
     """The plan's prediction, or why there is none; a device not in this machine has no limit."""
     try:
-        known = device.type == "cuda" and torch.cuda.is_available()
-        room = float(torch.cuda.mem_get_info(device)[1]) if known else None
+        total = None  # bytes of the device
+        if device.type == "cuda" and torch.cuda.is_available():
+            _, total = torch.cuda.mem_get_info(device)
         job = replace(make_job(), device=str(device))  # the run's device, where its config leaves it open
-        prediction = predict(JobFacts(job), room)
+        prediction = predict(JobFacts(job), total)
     except Exception as error:  # a finished run must not fail for its forecast
         reason = " ".join(str(error).split())
         return {"missing": f"{type(error).__name__}: {reason}"}
@@ -306,9 +305,11 @@ def forecast(make_job: Callable[[], JobConfig], device: torch.device) -> dict[st
 
 
 def tabulated(record: Mapping[str, Any]) -> tuple[str, list[list[str]], list[str]]:
-    """The table in parts: title, rows with the header first, and footnotes."""
-    unit, scale = ("GB", GB) if record["peak"] >= 10 * GB else ("MB", MB)
-    title = f"Memory by phase, {unit} (10^{9 if unit == 'GB' else 6} bytes), {record['method']['memory']}"
+    """The table of a `record`: title, rows with the header first, and footnotes."""
+    unit, scale, bytes_text = "MB", MB, "10^6 bytes"
+    if record["peak"] >= 10 * GB:
+        unit, scale, bytes_text = "GB", GB, "10^9 bytes"
+    title = f"Memory by phase, {unit} ({bytes_text}), {record['method']['memory']}"
     baseline = record["baseline"]
     predicted = (record["prediction"] or {}).get("phases", {})
     above = ["above start"] if baseline else []
@@ -318,30 +319,29 @@ def tabulated(record: Mapping[str, Any]) -> tuple[str, list[list[str]], list[str
 
     rows = [["phase", "times", "start", "end", "peak", "reserved", *above, "predicted"]]
     for name, phase in record["phases"].items():
-        sign, peak = "" if phase["exact"] else ">=", phase["peak"]
+        peak = phase["peak"]
+        sign = "" if phase["exact"] else ">="
         row = [name, str(phase["entered"])]
         row += [size(phase[side].get("allocated", 0)) for side in ("start", "end")]
         row += [sign + size(peak["allocated"]), size(peak["reserved"])]
         if baseline:
             row.append(sign + size(max(0, peak["allocated"] - baseline)))
         rows.append([*row, size(sum(predicted[name].values())) if name in predicted else "-"])
+
     notes = []
-    for name, at in record["moments"].items():
-        notes.append(f"{name.replace('_', ' ')}: {size(at['allocated'])}, peak until then {size(at['peak'])}")
+    for name, used in record["moments"].items():
+        notes.append(f"{name.replace('_', ' ')}: {size(used['allocated'])}, peak until then {size(used['peak'])}")
     if "step" in record["phases"]:
         # two lines: of different moments, and of micro-batches of different sizes
         counted = "the first micro-batches" if baseline else "a step"
-        sides = {
+        lists = {
             f"held at the fullest count of {counted}": record["phases"]["step"]["parts"],
             "predicted at the peak of the largest step": predicted.get("step", {}),
         }
-        for side, parts in sides.items():
-            held = []
-            for part, nbytes in parts.items():
-                if nbytes:
-                    held.append(f"{part} {size(nbytes)}")
+        for label, parts in lists.items():
+            held = [f"{part} {size(nbytes)}" for part, nbytes in parts.items() if nbytes]
             if held:
-                notes.append(f"{side}: {', '.join(held)} {unit}")
+                notes.append(f"{label}: {', '.join(held)} {unit}")
     if record["prediction"] is None:
         line = "prediction: none, the run did not come to its end"
     elif "missing" in record["prediction"]:
@@ -357,7 +357,7 @@ def tabulated(record: Mapping[str, Any]) -> tuple[str, list[list[str]], list[str
 
 
 def stacked(record: Mapping[str, Any]) -> tuple[str, dict[str, dict[str, float]], dict[str, float]]:
-    """Memory of phases at their peak: unit, phase → part → size, phase → predicted size."""
+    """Memory of phases at their peak, for a chart: unit, phase → part → size, phase → predicted size."""
     parts = [part for part in PARTS if part != "rest" or not record["baseline"]]
     phases = {name: {part: phase["parts"].get(part, 0) for part in parts} for name, phase in record["phases"].items()}
     predicted = (record["prediction"] or {}).get("phases", {})
