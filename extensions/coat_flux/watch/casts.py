@@ -3,7 +3,7 @@
 Operators declare their casts (`coat_core.casts`). Values and codes are compared on the device, on evenly spaced rows
 (`measure_cast`), and read back once at the end. Results do not change. CUDA's backward thread inherits the mode.
 
-A product declares, by its weight, which layer reads the codes and in which pass. Codes that no product reads count as
+A product declares its codes' pass and, by its weight, the layer that reads them. Codes that no product reads count as
 saved for backward, in the block of the linear that ran last. Casts of trained weights are not reported.
 """
 
@@ -57,7 +57,7 @@ REMEDIES = {
 
 
 class CastPrecision(NamedTuple):
-    """Losses of casts of one kind, in one step (0: weights), of a linear, or of a block's saved activations."""
+    """Losses of casts of one kind in one step (0: of weights), of one linear or of a block's saved activations."""
 
     step: int
     layer: str
@@ -70,7 +70,7 @@ class CastPrecision(NamedTuple):
 
 @dataclass
 class _Observed:
-    kind: str
+    kind: str  # of the product that reads the codes, or `SAVED`
     losses: Tensor  # of `measure_cast`
     elements: int
     block: str  # or layer, for codes that no product reads
@@ -88,9 +88,9 @@ class CastProbe(TorchDispatchMode):
                 self._linears.append((name.removesuffix(".base_layer"), module))
         self._parameters = {local_values(param).data_ptr(): name for name, param in lora.items()}
         self._casts: list[_Observed] = []
-        self._latest: dict[int, _Observed | None] = {}  # by address of the codes
-        self._weights: dict[int, list[str]] = {}  # address of codes made for a product → layers
-        self._block = ""
+        self._latest: dict[int, _Observed | None] = {}  # address of codes → their cast
+        self._weights: dict[int, list[str]] = {}  # address of a weight's new codes → its layers
+        self._block = ""  # of the linear that ran last
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -99,19 +99,19 @@ class CastProbe(TorchDispatchMode):
         declare = declarations.get(func.name())
         if declare is None:
             out = func(*args, **kwargs)
-            # products read rows of an attention's joint codes in one piece, a copy with two images and more
+            # with several images, a product reads a copy of its rows of an attention's joint codes
             if func is torch.ops.aten.clone.default and out.itemsize == 1:
                 self._latest[_address(out)] = self._latest.get(_address(args[0]))
             return out
-        if func._schema.is_mutable:
+        if func._schema.is_mutable:  # the optimizer's
             return self._observe_update(declare(None, *args, **kwargs), partial(func, *args, **kwargs))
         out = func(*args, **kwargs)
         declared = declare(out, *args, **kwargs)
         if isinstance(declared, Product):
             self._add_product(declared)
-        else:
-            for cast in [declared] if isinstance(declared, Cast) else declared:
-                self._add(cast)
+            return out
+        for cast in [declared] if isinstance(declared, Cast) else declared:
+            self._add(cast)
         return out
 
     def rows(self, step: int) -> list[CastPrecision]:
@@ -119,33 +119,33 @@ class CastProbe(TorchDispatchMode):
         if not self._casts:
             return []
         groups: dict[tuple[str, str], list[tuple[list[float], int]]] = {}
-        numbers = torch.stack([cast.losses for cast in self._casts]).tolist()
-        for cast, losses in zip(self._casts, numbers, strict=True):
+        values = torch.stack([cast.losses for cast in self._casts]).tolist()
+        for cast, losses in zip(self._casts, values, strict=True):
             for layer in cast.layers or [cast.block]:
                 groups.setdefault((layer, cast.kind), []).append((losses, cast.elements))
         return [row_of(step, layer, kind, group) for (layer, kind), group in groups.items()]
 
     def _add(self, cast: Cast) -> None:
-        codes = _address(cast.codes)
-        self._weights.pop(codes, None)
+        address = _address(cast.codes)
+        self._weights.pop(address, None)
         if cast.kind is None:
             layers = self._layers_of(cast.values)
-            if layers or not cast.values.is_floating_point():
-                self._weights[codes] = layers
+            if layers or not cast.values.is_floating_point():  # a weight, or its stored bytes
+                self._weights[address] = layers
                 return
-        sample, taken, scale = sampled(cast.values.detach(), cast.codes, cast.scale)
+        values, codes, scale = sampled(cast.values.detach(), cast.codes, cast.scale)
         if cast.factors is not None:
-            sample = sample.to(torch.float32) * cast.factors
-        losses = measure_cast(sample, taken, scale, cast.granularity)
+            values = values.to(torch.float32) * cast.factors
+        losses = measure_cast(values, codes, scale, cast.granularity)
         observed = _Observed(cast.kind or SAVED, losses, cast.values.numel(), self._block)
-        self._latest[codes] = observed
+        self._latest[address] = observed
         self._casts.append(observed)
 
     def _add_product(self, product: Product) -> None:
         layers = self._layers_of(product.weight) or self._weights.get(_address(product.weight), [])
-        other = self._latest.get(_address(product.weight))
-        if not layers and other is not None and other.kind == INPUT:  # wgrad: the second operand is x
-            layers = other.layers
+        operand = self._latest.get(_address(product.weight))
+        if not layers and operand is not None and operand.kind == INPUT:  # wgrad, where x takes the weight's place
+            layers = operand.layers
         cast = None if product.codes is None else self._latest.get(_address(product.codes))
         if cast is not None:
             cast.kind = product.kind
@@ -154,7 +154,7 @@ class CastProbe(TorchDispatchMode):
             self._block = ".".join(layers[0].split(".")[:2])
 
     def _layers_of(self, weight: Tensor) -> list[str]:
-        """Layers with this weight or its codes now: the first pass joins weights, blocks may share storage."""
+        """Layers whose weight, or its codes, are in `weight`: several if the first pass has joined their weights."""
         start, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes
         layers = []
         for layer, module in self._linears:
@@ -168,21 +168,21 @@ class CastProbe(TorchDispatchMode):
         return layers
 
     def _observe_update(self, update: Any, step: Callable[[], Any]) -> Any:
-        """Do AdamW's step on packed moments, and in fp32 on sampled blocks of them to compare with."""
+        """Do AdamW's step on packed moments, and in fp32 on sampled blocks, to compare both."""
         moments = Moment(update.exp_avg, update.exp_avg_numbers), Moment(update.exp_avg_sq, update.exp_avg_sq_numbers)
         rows, counts, grads = _sampled_blocks(update)
         exact = _read(moments, rows)
         adamw_update_(torch.zeros_like(grads), grads, *exact, Hyper(*update.hyper))
         out = step()
-        moved = (grads != 0).split(counts)
+        has_gradient = (grads != 0).split(counts)
         results = zip((EXP_AVG, EXP_AVG_SQ), moments, exact, _read(moments, rows), strict=True)
         for kind, moment, expected, stored in results:
             if not len(moment.numbers):  # in fp32
                 continue
             noise = noise_share(expected, expected - stored).split(counts)
-            zero = (stored == 0).split(counts)
+            is_zero = (stored == 0).split(counts)
             for i, param in enumerate(update.params):
-                underflow = (moved[i] & zero[i]).sum() / moved[i].sum().clamp(min=1)
+                underflow = (has_gradient[i] & is_zero[i]).sum() / has_gradient[i].sum().clamp(min=1)
                 losses = torch.stack([torch.zeros_like(underflow), underflow, noise[i].nanmean()])
                 whole = param.untyped_storage().data_ptr()  # of a part that is updated separately
                 name = self._parameters.get(param.data_ptr()) or self._parameters.get(whole, "")
@@ -191,7 +191,7 @@ class CastProbe(TorchDispatchMode):
 
 
 def _sampled_blocks(update: Any) -> tuple[Tensor, list[int], Tensor]:
-    """Some blocks of every parameter: their rows, how many each has, gradients fp32 [n, B]."""
+    """Sampled blocks: rows in the moments, their number for each parameter, and gradients fp32 [n, B]."""
     size = update.exp_avg.shape[1]
     rows: list[int] = []
     counts, grads = [], []
@@ -199,8 +199,8 @@ def _sampled_blocks(update: Any) -> tuple[Tensor, list[int], Tensor]:
         flat = grad.detach().reshape(-1)
         if flat.numel() < size:
             flat = nn.functional.pad(flat, (0, size - flat.numel()))
-        blocks = flat[: flat.numel() // size * size].view(-1, size)
-        step = -(-len(blocks) // MOMENT_BLOCKS)
+        blocks = flat[: flat.numel() // size * size].view(-1, size)  # a last one that is not full is left out
+        step = math.ceil(len(blocks) / MOMENT_BLOCKS)
         rows += range(first, first + len(blocks), step)
         grads.append(blocks[::step].to(torch.float32))
         counts.append(len(grads[-1]))
@@ -209,11 +209,12 @@ def _sampled_blocks(update: Any) -> tuple[Tensor, list[int], Tensor]:
 
 
 def _read(moments: Sequence[Moment], rows: Tensor) -> tuple[Tensor, Tensor]:
-    stored = []
+    """The values of both moments in these blocks, fp32 [n, B]."""
+    chosen = []
     for codes, numbers in moments:
         bits = codes if codes.dtype == torch.float32 else codes.view(torch.uint8)  # FP8 cannot be indexed everywhere
-        stored.append(Moment(bits[rows].view(codes.dtype), numbers[:, rows]))
-    return read_moments(*stored, slice(None))
+        chosen.append(Moment(bits[rows].view(codes.dtype), numbers[:, rows]))
+    return read_moments(*chosen, slice(None))
 
 
 def _address(tensor: Tensor) -> int:
@@ -221,15 +222,17 @@ def _address(tensor: Tensor) -> int:
 
 
 def row_of(step: int, layer: str, kind: str, casts: Sequence[tuple[Sequence[float], int]]) -> CastPrecision:
-    """Casts, each with its elements, as one row: noise is the mean by elements."""
-    saturation = max(losses[0] for losses, _ in casts)
-    underflow = max(losses[1] for losses, _ in casts)
-    total, measured = 0.0, 0
-    for (_, _, noise), elements in casts:
+    """One row of casts, each with its elements: the worst shares, and the mean noise by elements."""
+    saturation = underflow = noise_sum = 0.0
+    elements = measured = 0
+    for (saturated, underflown, noise), size in casts:
+        saturation, underflow = max(saturation, saturated), max(underflow, underflown)
+        elements += size
         if not math.isnan(noise):
-            total, measured = total + noise * elements, measured + elements
-    sqnr_db = decibels(total / measured) if measured else math.nan
-    return CastPrecision(step, layer, kind, sqnr_db, underflow, saturation, sum(elements for _, elements in casts))
+            noise_sum += noise * size
+            measured += size
+    sqnr_db = decibels(noise_sum / measured) if measured else math.nan
+    return CastPrecision(step, layer, kind, sqnr_db, underflow, saturation, elements)
 
 
 COLUMNS = CastPrecision._fields
@@ -239,18 +242,19 @@ def weight_rows(model: nn.Module) -> list[CastPrecision]:
     """Rows of all measured weights of a model."""
     rows = []
     for name, module in model.named_modules():
-        losses = vars(module).get(WEIGHT_PRECISION)
-        if losses is not None:
-            cast = list(map(float, losses.split())), module.in_features * module.out_features
-            rows.append(row_of(0, name.removesuffix(".base_layer"), WEIGHT, [cast]))
+        text = vars(module).get(WEIGHT_PRECISION)
+        if text is not None:
+            losses = [float(word) for word in text.split()]
+            elements = module.in_features * module.out_features
+            rows.append(row_of(0, name.removesuffix(".base_layer"), WEIGHT, [(losses, elements)]))
     return rows
 
 
 def as_cells(row: CastPrecision) -> list[str]:
     """The row's cells in the file; nan is empty."""
     sqnr = "" if math.isnan(row.sqnr_db) else f"{row.sqnr_db:.3f}"
-    shares = f"{row.underflow:.6g}", f"{row.saturation:.6g}"
-    return [str(row.step), row.layer, row.kind, sqnr, *shares, str(row.elements)]
+    underflow, saturation = f"{row.underflow:.6g}", f"{row.saturation:.6g}"
+    return [str(row.step), row.layer, row.kind, sqnr, underflow, saturation, str(row.elements)]
 
 
 def read_rows(path: Path) -> list[CastPrecision]:
@@ -262,9 +266,10 @@ def read_rows(path: Path) -> list[CastPrecision]:
         reader = csv.DictReader(file)
         try:
             for cells in reader:
-                shares = float(cells["underflow"]), float(cells["saturation"])
-                losses = float(cells["sqnr_db"] or math.nan), *shares, int(cells["elements"])
-                rows.append(CastPrecision(int(cells["step"]), cells["layer"], cells["kind"], *losses))
+                underflow, saturation = float(cells["underflow"]), float(cells["saturation"])
+                losses = (float(cells["sqnr_db"] or math.nan), underflow, saturation)
+                step, elements = int(cells["step"]), int(cells["elements"])
+                rows.append(CastPrecision(step, cells["layer"], cells["kind"], *losses, elements))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: line {reader.line_num} is not a row of precision.csv ({error!r})") from error
     return rows
@@ -276,26 +281,26 @@ def health_line(rows: Sequence[CastPrecision]) -> str:
     for kind, name in KINDS.items():
         of_kind = [row for row in rows if row.kind == kind]
         if of_kind:
-            lost = max(of_kind, key=attrgetter("underflow"))
-            beyond = max(of_kind, key=attrgetter("saturation"))
+            zeroed = max(of_kind, key=attrgetter("underflow"))
+            clipped = max(of_kind, key=attrgetter("saturation"))
             text = f"{name} {fmean(row.underflow for row in of_kind):.2%}"
-            if lost.underflow:
-                text += f" ({lost.underflow:.2%} in {lost.layer})"
-            if beyond.saturation:
-                text += f", {beyond.saturation:.2%} saturated in {beyond.layer}"
+            if zeroed.underflow:
+                text += f" ({zeroed.underflow:.2%} in {zeroed.layer})"
+            if clipped.saturation:
+                text += f", {clipped.saturation:.2%} saturated in {clipped.layer}"
             texts.append(text)
     return f"FP8 casts, mean share cast to zero (worst): {', '.join(texts)}"
 
 
 def health_verdict(rows: Sequence[CastPrecision], options: GuardOptions) -> str | None:
-    """The worst cast and what to change, where a share exceeds its threshold."""
-    for share, limit in (("saturation", options.max_saturation), ("underflow", options.max_underflow)):
-        worst = max(rows, key=attrgetter(share))
-        lost = getattr(worst, share)
-        if lost <= limit:
+    """The worst cast and what to change, if its saturation or underflow exceeds the limit; else None."""
+    for loss, limit in (("saturation", options.max_saturation), ("underflow", options.max_underflow)):
+        worst = max(rows, key=attrgetter(loss))
+        share = getattr(worst, loss)
+        if share <= limit:
             continue
-        text = f"{lost:.1%} of the {KINDS[worst.kind]} of {worst.layer}"
-        if share == "saturation":
+        text = f"{share:.1%} of the {KINDS[worst.kind]} of {worst.layer}"
+        if loss == "saturation":
             text += (
                 f" lie beyond the largest FP8 code (limit: {limit}); lower train.lr and check that train.dtype is bf16"
             )
