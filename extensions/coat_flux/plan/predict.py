@@ -34,10 +34,10 @@ from .job import JobFacts, save_space
 PARTS = (
     "transformer", "lora", "gradients", "optimizer", "ema", "saved activations", "text encoders", "vae", "workspace",
 )  # fmt: skip
-LIBRARY_WORKSPACE = {True: 0, False: 32 * 2**20}  # on a CPU; cuBLAS's workspace on a Hopper GPU, the largest of all
-OPTIMIZER_BUFFERS = 8  # fp32 buffers of a chunk while FP8AdamW updates it: w, g, m, v, and as many between
+LIBRARY_WORKSPACE = {True: 0, False: 32 * 2**20}  # by `on_cpu`: none; cuBLAS's on a Hopper GPU, the largest of all
+PROCESS_RAM = {True: 0.6e9, False: 3e9}  # by `on_cpu`, of Python and the libraries alone: measured; with CUDA's
+OPTIMIZER_BUFFERS = 8  # fp32 buffers of a chunk while FP8AdamW updates it: w, g, m, v, and four temporaries
 QUANTIZED_BYTES = 8  # per element while a weight becomes FP8: two fp32 copies
-PROCESS_RAM = {True: 0.6e9, False: 3e9}  # of Python and the libraries alone: on a CPU (measured), with CUDA's
 
 
 @dataclass(frozen=True)
@@ -56,22 +56,23 @@ class Prediction:
 def predict(facts: JobFacts, device_bytes: float | None = None, recomputed: Sequence[int] | None = None) -> Prediction:
     """Predict a job's memory on a device of so many bytes; `recomputed` overrides the config's choice."""
     plan = block_plan(facts, device_bytes, recomputed)
-    # codes in CPU memory, and the copies of weights and adapters that steps keep
-    placed = {"transformer": plan.transposed_bytes - plan.freed_bytes, "workspace": plan.shadow_bytes}
+    # from the first step on: transposed weights come, codes leave for CPU memory, adapters have copies
+    changes = {"transformer": plan.transposed_bytes - plan.freed_bytes, "workspace": plan.shadow_bytes}
     phases = {"load": _load(facts, plan), "cache": _cache(facts, device_bytes)}
     if sample := _sample(facts):
-        phases["sample"] = _sum(sample, placed)
-    phases["step"] = _sum(_step(facts, plan), placed)
-    phases["save"] = _sum(_held(facts), {"gradients": facts.gradient_bytes}, placed)
+        phases["sample"] = _sum(sample, changes)
+    phases["step"] = _sum(_step(facts, plan), changes)
+    phases["save"] = _sum(_held(facts), {"gradients": facts.gradient_bytes}, changes)
+    peak = max(sum(parts.values()) for parts in phases.values())
+
     assumptions = list(facts.assumed)
     if not facts.data.found:
         taken = "every one is taken at its full resolution; caches on disk are not counted"
         assumptions.append(f"the images are not here: {taken}")
     if line := dropout_line(plan):
         assumptions.append(line)
-    peak = max(sum(parts.values()) for parts in phases.values())
-    disk, recomputes = _disk(facts), tuple(plan.recomputed or ())
-    return Prediction(phases, peak, _ram(facts, peak), disk, plan, recomputes, tuple(assumptions))
+    blocks = tuple(plan.recomputed or ())
+    return Prediction(phases, peak, _ram(facts, peak), _disk(facts), plan, blocks, tuple(assumptions))
 
 
 def _sum(*held: Mapping[str, int]) -> dict[str, int]:
@@ -79,16 +80,17 @@ def _sum(*held: Mapping[str, int]) -> dict[str, int]:
 
 
 def _resident(facts: JobFacts) -> dict[str, int]:
-    encoders = 0 if facts.caches_text else facts.model.text_bytes(facts.value_bytes)
+    """The models and adapters of the training loop."""
     return {
         "transformer": facts.transformer_bytes,
         "lora": facts.lora_bytes,
-        "text encoders": encoders,
+        "text encoders": 0 if facts.caches_text else facts.model.text_bytes(facts.value_bytes),
         "vae": 0 if facts.caches_latents else facts.vae_bytes,
     }
 
 
 def _held(facts: JobFacts) -> dict[str, int]:
+    """Everything held all through a step."""
     ema = FP32 * sum(facts.adapter_sizes) if facts.job.train.ema_config.use_ema else 0
     return {**_resident(facts), "optimizer": optimizer_bytes(facts), "ema": ema}
 
@@ -100,12 +102,12 @@ def block_plan(
     budget = _budget(facts, device_bytes)
     free = None if budget is None else budget - sum(_held(facts).values()) - LIBRARY_WORKSPACE[facts.on_cpu]
     chosen = None if recomputed is None else tuple(recomputed)
-    given = replace(facts.given, free_bytes=free, recomputed=chosen, reserve_bytes=outside_bytes(facts))
-    return decide(facts.job.coat, given)
+    inputs = replace(facts.given, free_bytes=free, recomputed=chosen, reserve_bytes=outside_bytes(facts))
+    return decide(facts.job.coat, inputs)
 
 
 def outside_bytes(facts: JobFacts) -> int:
-    """Peak device bytes of all but the blocks, beyond what is always held."""
+    """Peak device bytes outside the blocks, beyond what is always held."""
     sample = sum(_sample(facts).values()) - sum(_held(facts).values())
     return max(sample, _update(facts).total)
 
@@ -121,7 +123,7 @@ def _step(facts: JobFacts, plan: BlockPlan) -> dict[str, int]:
     update = _update(facts)
     if update.total > moment.total + around:
         moment, around = update, 0
-    if facts.frees_gradients:  # they are made and used up while the blocks' backward passes run
+    if facts.frees_gradients:  # one gradient, which is in the workspace so far, and its update's buffers
         largest = min(facts.value_bytes * max(facts.trained.values(), default=0), moment.workspace)
         moment = moment._replace(gradients=largest, workspace=moment.workspace - largest + update.workspace)
     needs = {
@@ -133,6 +135,7 @@ def _step(facts: JobFacts, plan: BlockPlan) -> dict[str, int]:
 
 
 def _update(facts: JobFacts) -> Moment:
+    """The optimizer's: all gradients, and FP8AdamW's buffers of a chunk or another's one buffer of all."""
     elements = sum(facts.adapter_sizes)
     updated = elements // OPTIMIZER_BUFFERS
     if facts.job.train.optimizer == COAT_OPTIMIZER:
@@ -141,37 +144,34 @@ def _update(facts: JobFacts) -> Moment:
 
 
 def _load(facts: JobFacts, plan: BlockPlan) -> dict[str, int]:
-    """Weight by weight: one in high precision next to the codes so far; streamed codes leave at once."""
+    """Linear by linear: a weight in high precision next to the codes so far; streamed codes leave at once."""
     resident = _resident(facts)
-    stays = resident["transformer"] - plan.freed_bytes + resident["lora"]
-    coat, value_bytes = facts.job.coat, facts.value_bytes
-    workspace = 0
-    there = 0  # bytes of codes on the device
+    coat = facts.job.coat
     config = coat.linear_config()
+    peak = codes = 0
     if coat.enabled and coat.weight.use_fp8:
         for linear in facts.stored.values():
-            workspace = max(workspace, there + linear.weight.numel() * (value_bytes + QUANTIZED_BYTES))
+            peak = max(peak, codes + linear.weight.numel() * (facts.value_bytes + QUANTIZED_BYTES))
             if facts.on_cpu or not facts.given.stream_bytes:
-                there += sum(stored_bytes(linear.out_features, linear.in_features, config).values())
-        workspace -= stays
-    return _sum(resident, {"transformer": -plan.freed_bytes, "workspace": max(0, workspace)})
+                codes += sum(stored_bytes(linear.out_features, linear.in_features, config).values())
+    stays = resident["transformer"] - plan.freed_bytes + resident["lora"]
+    return _sum(resident, {"transformer": -plan.freed_bytes, "workspace": max(0, peak - stays)})
 
 
 def _cache(facts: JobFacts, device_bytes: float | None) -> dict[str, int]:
     """The largest of: the VAE with an image, the encoders with a prompt, what training keeps of both."""
-    model, a, job = facts.model, facts.value_bytes, facts.job
-    encode = {"vae": facts.vae_bytes, "workspace": int(model.encode_values * a * facts.data.pixels)}
+    model, value_bytes, datasets = facts.model, facts.value_bytes, facts.job.datasets
+    image = {"vae": facts.vae_bytes, "workspace": int(model.encode_values * value_bytes * facts.data.pixels)}
     room = None if facts.on_cpu else _budget(facts, device_bytes)
-    prompt = {"text encoders": model.text_bytes(a, room), "workspace": int(model.text_values * a)}
+    prompt = {"text encoders": model.text_bytes(value_bytes, room), "workspace": int(model.text_values * value_bytes)}
     resident = _resident(facts)
-    stays = {part: resident[part] for part in ("text encoders", "vae")}
-    moments = [stays]
-    if any(entry.cache_latents or entry.cache_latents_to_disk for entry in job.datasets):
-        moments.append(encode)
-    if facts.sample_tokens is not None or any(entry.cache_text_embeddings for entry in job.datasets):
+    moments = [{part: resident[part] for part in ("text encoders", "vae")}]
+    if any(entry.cache_latents or entry.cache_latents_to_disk for entry in datasets):
+        moments.append(image)
+    if facts.sample_tokens is not None or any(entry.cache_text_embeddings for entry in datasets):
         moments.append(prompt)
     if facts.on_cpu:  # both are in memory all along
-        both = {"vae": encode["vae"], "text encoders": prompt["text encoders"]}
+        both = {"vae": image["vae"], "text encoders": prompt["text encoders"]}
         moments = [{**moment, **both} for moment in moments]
     return _sum(max(moments, key=lambda moment: sum(moment.values())))
 
@@ -190,25 +190,25 @@ def _sample(facts: JobFacts) -> dict[str, int]:
 
 def optimizer_bytes(facts: JobFacts) -> int:
     """Device bytes of the optimizer's state; where offloaded, of its staging buffers."""
-    job, moments = facts.job, facts.moment_bytes - facts.offloaded_bytes
+    moments = facts.moment_bytes - facts.offloaded_bytes
     if not facts.offloads:
         return moments
-    stored = job.coat.optimizer_config(job.train.optimizer_params)[0]
+    config, _ = facts.job.coat.optimizer_config(facts.job.train.optimizer_params)
     device = torch.device("cpu" if facts.on_cpu else "cuda")
-    return moments + staging_bytes(stored, facts.adapter_sizes, device)
+    return moments + staging_bytes(config, facts.adapter_sizes, device)
 
 
 def _ram(facts: JobFacts, peak: int) -> int:
-    """CPU memory at its peak: while loading, or in a step."""
-    model, a = facts.model, facts.value_bytes
+    """CPU memory at its peak: while loading, or in a step; `peak` is the device's."""
+    model, value_bytes = facts.model, facts.value_bytes
     vae = 0 if facts.sample_tokens is None else facts.vae_bytes
     streamed = sum(facts.given.stream_bytes)
     largest = max(linear.weight.numel() for linear in model.linears.values())
-    passing = 2 * a * largest  # as stored on disk, and in `train.dtype`
-    staged = max(facts.vae_bytes + model.text_bytes(a), streamed + passing + vae)
-    written = min(SHARD_BYTES, a * model.elements["transformer"]) if facts.job.full else 0
-    kept = peak if facts.on_cpu else streamed + vae + facts.offloaded_bytes + written
-    total = PROCESS_RAM[facts.on_cpu] + max(staged, kept)
+    passing = 2 * value_bytes * largest  # as stored on disk, and in `train.dtype`
+    loading = max(facts.vae_bytes + model.text_bytes(value_bytes), streamed + passing + vae)
+    shard = min(SHARD_BYTES, value_bytes * model.elements["transformer"]) if facts.job.full else 0
+    training = peak if facts.on_cpu else streamed + vae + facts.offloaded_bytes + shard
+    total = PROCESS_RAM[facts.on_cpu] + max(loading, training)
     if any(entry.cache_latents for entry in facts.job.datasets):
         total += facts.latent_bytes
     return int(total)
@@ -221,5 +221,5 @@ def _disk(facts: JobFacts) -> int:
     if any(entry.cache_latents_to_disk for entry in job.datasets):
         total += facts.latent_bytes
     if facts.caches_text:
-        total += 2 * facts.data.captions * (model.text_tokens * model.text_width + model.pooled_width)
+        total += 2 * facts.data.captions * (model.text_tokens * model.text_width + model.pooled_width)  # bf16
     return total
