@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from .predict import Prediction, predict
 from .speed import Card, on_card, run_seconds, step_seconds
 
 REPEATS = 3  # times an edit may be made: a batch, a rank or a size halved and halved again
-SMALLER = ((1024, 768), (768, 512), (512, 384))  # resolutions, and the lines below each
+SMALLER = ((1024, 768), (768, 512), (512, 384))  # usual resolutions, each with the next smaller one
 ROUNDING, TIME = "FP8 rounding", "time for one more forward pass"
 
 
@@ -38,14 +39,16 @@ class CardFit:
 
     def __init__(self, facts: JobFacts, card: Card):
         memory = card.gb * 1e9
-        if (job := on_card(facts.job, card)) is not facts.job:
+        job = on_card(facts.job, card)
+        if job is not facts.job:
             facts = JobFacts(job, facts)
         self.card, self.prediction = card, predict(facts, memory)  # of the unchanged job
         self.fits = self.prediction.peak <= card.room
-        self.changes: list[Change] = []  # that together make it fit; empty if it fits, or none do
-        self.changed: Prediction | None = None  # with them
+        self.changes: list[Change] = []  # that together make it fit; empty if it fits, or if none do
+        self.changed: Prediction | None = None  # of the job with these changes
         self.step_seconds: float | None = None
         self.run_seconds: float | None = None
+
         prediction = self.prediction
         if not self.fits:
             self.changes = cheapest_changes(facts, card)
@@ -63,34 +66,33 @@ def remedies(
 ) -> list[tuple[Change, int]]:
     """The changes that free memory in one phase (or at the run's peak), each alone with its bytes, the cheapest first.
 
-    `recomputed` are the blocks that recompute now, by default those of `predict`; they stay unless the change is about
-    recomputation.
+    `recomputed` are the blocks that recompute now (None: those of `predict`), and still do unless a change is about it.
     """
 
-    def held(prediction: Prediction) -> int:
+    def peak_of(prediction: Prediction) -> int:
         if phase in prediction.phases:
             return sum(prediction.phases[phase].values())
         return 0 if phase == "sample" else prediction.peak  # a change may leave samples out
 
     before = predict(facts, device_bytes, recomputed)
-    freed = []
+    changes = []
     for edit in EDITS:
         change = edit(facts.job)
         if change is None:
             continue
-        rules = []
+        rules = []  # of recomputation, now and changed
         for job in (facts.job, change.job):
             memory = job.coat.memory
             rules.append((job.coat.enabled, memory.checkpointing, memory.budget_gb, job.train.gradient_checkpointing))
-        same = before.recomputed if rules[0] == rules[1] else None
-        size = held(before) - held(predict(JobFacts(change.job, facts), device_bytes, same))
-        if size > 0:
-            freed.append((change, size))
-    return freed
+        blocks = before.recomputed if rules[0] == rules[1] else None
+        freed = peak_of(before) - peak_of(predict(JobFacts(change.job, facts), device_bytes, blocks))
+        if freed > 0:
+            changes.append((change, freed))
+    return changes
 
 
 def cheapest_changes(facts: JobFacts, card: Card) -> list[Change]:
-    """The first that suffices alone; else as few as suffice, in order; empty if none do."""
+    """The first that suffices alone; else the first that suffice together, but those not needed; [] if none do."""
 
     def peak(edits: Sequence[Edit]) -> float:
         changes = _applied(facts.job, edits)
@@ -100,28 +102,28 @@ def cheapest_changes(facts: JobFacts, card: Card) -> list[Change]:
     for edit in EDITS:
         if edit(facts.job) is not None and peak([edit]) <= card.room:
             return _applied(facts.job, [edit])
-    taken: list[Edit] = []
-    lowest = peak(taken)
+    chosen: list[Edit] = []
+    lowest = peak(chosen)
     for edit in EDITS:
         for _ in range(REPEATS):
             if lowest <= card.room:
                 break
-            with_it = peak([*taken, edit])
-            if with_it >= lowest:
+            lower = peak([*chosen, edit])
+            if lower >= lowest:
                 break
-            taken.append(edit)
-            lowest = with_it
+            chosen.append(edit)
+            lowest = lower
     if lowest > card.room:
         return []
-    for edit in reversed(EDITS):
-        without = [other for other in taken if other is not edit]
-        if len(without) < len(taken) and peak(without) <= card.room:
-            taken = without
-    return _applied(facts.job, taken)
+    for edit in reversed(EDITS):  # drop those not needed, the most expensive first
+        fewer = [other for other in chosen if other is not edit]
+        if len(fewer) < len(chosen) and peak(fewer) <= card.room:
+            chosen = fewer
+    return _applied(facts.job, chosen)
 
 
 def _applied(job: JobConfig, edits: Sequence[Edit]) -> list[Change]:
-    """The changes of these edits one after the other; of an edit made twice the last one."""
+    """The changes of these edits, made one after the other; of a repeated edit the last one."""
     changes: dict[Edit, Change] = {}
     for edit in edits:
         change = edit(job)
@@ -133,6 +135,7 @@ def _applied(job: JobConfig, edits: Sequence[Edit]) -> list[Change]:
 
 
 def _with(config: Any, values: dict[str, Any]) -> Any:
+    """A copy with these values, by dotted names of nested dataclasses' fields."""
     for path, value in values.items():
         name, _, rest = path.partition(".")
         config = replace(config, **{name: _with(getattr(config, name), {rest: value}) if rest else value})
@@ -189,9 +192,10 @@ def _streamed(job: JobConfig) -> Change | None:
     values = {"stream_blocks": "auto"}
     if coat.memory.transposed_weights == "always":
         values["transposed_weights"] = "auto"
-    text = "coat.memory." + ", ".join(f"{key}: {value}" for key, value in values.items())
+    text = ", ".join(f"{key}: {value}" for key, value in values.items())
     cost = "CPU memory, and time where copies take longer than products"
-    return Change(text, cost, _with(job, {f"coat.memory.{key}": value for key, value in values.items()}))
+    changed = _with(job, {f"coat.memory.{key}": value for key, value in values.items()})
+    return Change(f"coat.memory.{text}", cost, changed)
 
 
 def _offloaded(job: JobConfig) -> Change | None:
@@ -225,8 +229,8 @@ def _smaller_batch(job: JobConfig) -> Change | None:
     batch = job.train.batch_size
     if batch == 1:
         return None
-    half, images = batch // 2, job.train.gradient_accumulation * batch
-    count = -(-images // half)
+    half = batch // 2
+    count = math.ceil(batch * job.train.gradient_accumulation / half)  # no fewer images in a step
     changed = _with(job, {"train.batch_size": half, "train.gradient_accumulation": count})
     text = f"train.batch_size: {half}, gradient_accumulation: {count}"
     return Change(text, "time, by smaller matrix products", changed)
@@ -243,11 +247,12 @@ def _smaller_samples(job: JobConfig) -> Change | None:
     if side is None:
         return None
     capped = []
-    for sizes in (job.sample, *job.sample.samples):  # an entry without a size has the block's
-        width = None if sizes.width is None else min(sizes.width, side)
-        height = None if sizes.height is None else min(sizes.height, side)
-        capped.append(replace(sizes, width=width, height=height))
-    sample = replace(capped[0], samples=tuple(capped[1:]))
+    for entry in (job.sample, *job.sample.samples):  # one without a size has the block's
+        width = None if entry.width is None else min(entry.width, side)
+        height = None if entry.height is None else min(entry.height, side)
+        capped.append(replace(entry, width=width, height=height))
+    block, *samples = capped
+    sample = replace(block, samples=tuple(samples))
     return Change(f"sample.width and height: at most {side}", "smaller previews", replace(job, sample=sample))
 
 
@@ -278,10 +283,7 @@ EDITS: tuple[Edit, ...] = (
     _setting("coat.activation.attention", "fp8", ROUNDING, lambda job: job.coat.activation.use_fp8),
     _setting("coat.activation.use_fp8", True, ROUNDING, lambda job: True),
     _setting(
-        "coat.memory.enable_efficient_checkpoint",
-        True,
-        ROUNDING,
-        lambda job: job.coat.memory.checkpointing != "none",
+        "coat.memory.enable_efficient_checkpoint", True, ROUNDING, lambda job: job.coat.memory.checkpointing != "none"
     ),
     _fp8_weights,
     _setting(
