@@ -59,7 +59,7 @@ from .compare import REPORT_FILE, mean_curve
 from .study import POINTS_OF_CURVE, hold_out_names, one_of_several, require_same_job
 
 FINISHED, FAILED, OPEN = "finished", "failed", "not finished"
-KEY = re.compile(r"[^.\[\]\s]+(\[\d+\])*(\.[^.\[\]\s]+(\[\d+\])*)*")
+KEY = re.compile(r"[^.\[\]\s]+(\[\d+\])*(\.[^.\[\]\s]+(\[\d+\])*)*")  # train.lr, datasets[0].resolution
 FRAME = "config.process[0]."  # prefix of a key in findings
 FIXED = {
     r"name|type|training_folder|log_dir": "every trial has its own; remove it",
@@ -68,13 +68,13 @@ FIXED = {
     r"datasets(\[\d+\](\.(folder_path|resolution|caption_ext|default_caption))?)?": "losses of different trials would "
     "not compare; change it in the config",
 }
-LONGEST_VALUE, LONGEST_NAME = 24, 100  # characters, of a folder's name
+LONGEST_VALUE, LONGEST_NAME = 24, 100  # characters, in a folder's name
 SAMPLER_SEED = 0
 CLI = Path(__file__).resolve().parents[1] / "cli"
 POLL_SECONDS = 0.5
 END_SECONDS = 10.0  # grace period of a run that must end at once
 LOG_TAIL = 40  # lines searched for the reason of a failure
-SIGMAS = 2.0
+SIGMAS = 2.0  # of a tie, at most
 PICTURED = 6  # trials whose samples are shown, by their first seed
 HOW = (
     "Each combination was trained as an ordinary run. Its loss is measured on photos that no trial is trained on, with "
@@ -83,7 +83,7 @@ HOW = (
 
 
 def find_axis(text: str) -> tuple[str, list[Any]]:
-    """Parse `KEY=VALUE,VALUE` into the key and its YAML values, `[512, 768]` being one; raises UserError."""
+    """Parse `KEY=VALUE,VALUE` into the key and its YAML values (`[512, 768]` is one); raises UserError."""
     key, _, values = (part.strip() for part in text.partition("="))
     key = key.removeprefix(FRAME)
     if not KEY.fullmatch(key) or not values:
@@ -96,14 +96,14 @@ def find_axis(text: str) -> tuple[str, list[Any]]:
 
 
 def short_keys(keys: Iterable[str]) -> dict[str, str]:
-    """Key → its last part, if unique."""
-    last = {key: key.rpartition(".")[2] for key in keys}
-    count = Counter(last.values())
-    return {key: leaf if count[leaf] == 1 else key for key, leaf in last.items()}
+    """Key → its last part, or the whole key where several end alike."""
+    leaves = {key: key.rpartition(".")[2] for key in keys}
+    count = Counter(leaves.values())
+    return {key: leaf if count[leaf] == 1 else key for key, leaf in leaves.items()}
 
 
 def value_text(value: Any) -> str:
-    """A value for people."""
+    """A value as tables and names show it."""
     if isinstance(value, str):
         return value
     return f"{value:g}" if isinstance(value, float) else show(value)
@@ -127,7 +127,7 @@ class Run:
         return self.curve[-1][1] if self.state == FINISHED and self.curve else math.nan
 
     def read(self, folder: Path, failure: str = "") -> None:
-        """Read the results in the sweep's folder; `failure` is the reason of a failure."""
+        """Read the results in the sweep's folder; `failure` is why training failed, or ""."""
         self.state, self.message = (FAILED, failure) if failure else (OPEN, "")
         try:
             run = RunFolder(folder / self.name)
@@ -200,10 +200,12 @@ class Sweep:
         self._lock, self._ends_at_once = threading.Lock(), False
         # every value is checked with the first ones of the other keys, before any run starts
         first = {key: next(iter(values.values())) for key, values in self._values.items()}
-        several = [{**first, key: value} for key, values in self._values.items() for value in values.values()]
-        for check, tried in ((check_job_dict, several), (check_models, [first])):
-            lines: dict[str, None] = {}
-            for settings in tried:
+        variants = []
+        for key, values in self._values.items():
+            variants += [{**first, key: value} for value in values.values()]
+        for check, cases in ((check_job_dict, variants), (check_models, [first])):
+            lines: dict[str, None] = {}  # in order, each once
+            for settings in cases:
                 raw = load_job_yaml(config, name="trial")
                 self._change(raw["config"]["process"][0], settings, seeds[0])
                 findings = check(raw, file=self.job.file)
@@ -217,10 +219,7 @@ class Sweep:
         return [run for trial in self.trials for run in trial.runs]
 
     def run(self, *, jobs: int, log: Callable[[str], None], on_result: Callable[[], None]) -> list[Trial]:
-        """Train unfinished runs, `jobs` at a time; a failure does not stop the others, `on_result` follows each run.
-
-        After a KeyboardInterrupt current runs are saved.
-        """
+        """Train unfinished runs, `jobs` at a time, even if some fail; `on_result` follows each. Ctrl+C saves them."""
         with run_lock(self.folder):
             provide_embedded(self.job.model.name_or_path)
             study = self._open_study()
@@ -235,12 +234,13 @@ class Sweep:
                         failure = self._train(run, jobs, interrupts, log)
                         with self._lock:
                             run.read(self.folder, failure)
-                            words = f"{run.state}: {run.message}" if run.message else run.state
+                            text = f"{run.state}: {run.message}" if run.message else run.state
                             if run.curve:
-                                words += ", held-out loss {1:.6f} at step {0:.0f}".format(*run.curve[-1])
+                                step, loss = run.curve[-1]
+                                text += f", held-out loss {loss:.6f} at step {step:.0f}"
                             done = sum(run.state == FINISHED for run in self.runs)
-                            log(f"{run.name}: {words} ({done} of {self.total} finished)")
-                            self._tell(study)
+                            log(f"{run.name}: {text} ({done} of {self.total} finished)")
+                            self._report(study)
                             on_result()
 
                 futures = [pool.submit(work) for _ in range(jobs)]
@@ -279,17 +279,17 @@ class Sweep:
         return study
 
     def _next(self, study: Any, waiting: list[Run]) -> Run | None:
-        """An unfinished run, of the next combination if none waits."""
+        """An unfinished run, of the next combination if none is waiting; None if no combination is left."""
         with self._lock:
             distribution = self._optuna.distributions.CategoricalDistribution
+            space = {key: distribution(list(values)) for key, values in self._values.items()}
             while not waiting and sum(bool(chosen.params) for chosen in study.trials) < self._most:
-                chosen = study.ask({key: distribution(list(values)) for key, values in self._values.items()})
-                waiting += [run for run in self._add(chosen) if run.state != FINISHED]
-                self._tell(study)
+                waiting += [run for run in self._add(study.ask(space)) if run.state != FINISHED]
+                self._report(study)
             return waiting.pop(0) if waiting else None
 
     def _add(self, chosen: Any) -> list[Run]:
-        """The runs of an Optuna trial; none if it has no values yet, or those of an earlier one."""
+        """Add an Optuna trial; returns its runs, none if it has no values yet or those of an earlier one."""
         settings = {key: self._values[key][shown] for key, shown in chosen.params.items()}
         earlier = [trial for trial in self.trials if trial.settings == settings]
         for trial in earlier:
@@ -313,7 +313,7 @@ class Sweep:
         self.trials.append(Trial(settings, runs, [chosen.number]))
         return runs
 
-    def _tell(self, study: Any) -> None:
+    def _report(self, study: Any) -> None:
         """Report trials to Optuna once all of their runs are finished, or one failed."""
         failed = self._optuna.trial.TrialState.FAIL
         for trial in self.trials:
@@ -328,21 +328,20 @@ class Sweep:
         """Turn the config's process entry into a run's; returns its steps."""
         for key, value in settings.items():
             _set_value(process, key, value)
-        for key, value in _alphas(process, settings).items():
-            _set_value(process, key, value)
+        for key, alpha in _alphas(process, settings).items():
+            _set_value(process, key, alpha)
         validation = self.job.validation
         try:
             steps = process.get("train", {}).get("steps", self.job.train.steps)
             every = validation.every if validation.hold_out else max(1, steps // POINTS_OF_CURVE)
             one_of_several(process, self.folder, seed, steps, {"hold_out": self.held_out, "every": every})
         except (AttributeError, TypeError) as error:
-            raise UserError(
-                f"--set {', '.join(settings)}: train, save and sample must be mappings, steps a number"
-            ) from error
+            keys = ", ".join(settings)
+            raise UserError(f"--set {keys}: train, save and sample must be mappings, steps a number") from error
         return steps
 
     def _train(self, run: Run, jobs: int, interrupts: Interrupts, log: Callable[[str], None]) -> str:
-        """Run `coat-flux train`, passing on interrupts; returns why it failed, the last error of its log, or ""."""
+        """Run `coat-flux train`, passing on interrupts; returns why it failed, by its log's last error, or ""."""
         config, output = self.folder / f"{run.name}.yaml", self.folder / f"{run.name}.log"
         write_file(config, yaml.safe_dump(dict(run.job), sort_keys=False, allow_unicode=True))
         environment = dict(os.environ)
@@ -373,12 +372,12 @@ class Sweep:
             return ""
         lines = output.read_text(encoding="utf-8", errors="replace").replace("\r", "\n").splitlines()[-LOG_TAIL:]
         lines = [line for line in lines if line.strip()] or ["no output"]
-        last = [line for line in lines if line.startswith("error: ")] or lines
-        return f"{last[-1].removeprefix('error: ')} (exit code {code}, {output.name})"
+        errors = [line for line in lines if line.startswith("error: ")] or lines
+        return f"{errors[-1].removeprefix('error: ')} (exit code {code}, {output.name})"
 
 
 def _alphas(process: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, int]:
-    """Keys and values of alpha that go with a varied rank: on FLUX they are equal."""
+    """Values of the alpha keys that follow a varied rank: on FLUX they equal it."""
     rank = settings.get("network.linear", settings.get("network.rank"))
     network = process.get("network") or {}
     if not isinstance(rank, int) or rank <= 0:
@@ -388,7 +387,8 @@ def _alphas(process: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str
 
 
 def _set_value(process: Any, key: str, value: Any) -> None:
-    path = []
+    """Set `a.b[0].c` in place, making missing blocks."""
+    path: list[Any] = []
     for step in re.findall(r"\[\d+\]|[^.\[\]]+", key):
         path.append(int(step[1:-1]) if step[0] == "[" else step)
     *parents, leaf = path
@@ -402,13 +402,12 @@ def _set_value(process: Any, key: str, value: Any) -> None:
             raise IndexError(leaf)
         block[leaf] = value
     except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise UserError(
-            f"--set {key}: the config has no such place; write a key as the errors of coat-flux check name it"
-        ) from error
+        rule = "the config has no such place; write a key as the errors of coat-flux check name it"
+        raise UserError(f"--set {key}: {rule}") from error
 
 
 def rank(trials: Sequence[Trial]) -> tuple[list[Trial], float | None]:
-    """All trials, best first, those without a loss last; and s, None where seeds do not show it."""
+    """All trials, best first, those without a loss last; and s (see above), None with one seed."""
     squares, freedom = 0.0, 0
     for trial in trials:
         squares += sum((run.loss - trial.loss) ** 2 for run in trial.finished)
@@ -418,11 +417,11 @@ def rank(trials: Sequence[Trial]) -> tuple[list[Trial], float | None]:
 
 
 def tie(trial: Trial, best: Trial, spread: float | None) -> bool:
-    """Whether a trial's gap to the best may be luck."""
+    """Whether a trial's gap to the best may be luck; `spread` is s."""
     if spread is None or not trial.finished:
         return False
-    room = SIGMAS * spread * math.sqrt(1 / len(trial.finished) + 1 / len(best.finished))
-    return trial.loss - best.loss <= room
+    limit = SIGMAS * spread * math.sqrt(1 / len(trial.finished) + 1 / len(best.finished))
+    return trial.loss - best.loss <= limit
 
 
 def lowest(trial: Trial) -> tuple[float, float]:
@@ -433,14 +432,18 @@ def lowest(trial: Trial) -> tuple[float, float]:
 
 def ranking_rows(trials: Sequence[Trial], spread: float | None) -> list[list[str]]:
     """A header, and a row per trial, best first, as `rank` returns them."""
-    keys, seeds, best = _varied(trials), len(trials[0].runs), trials[0]
+    best = trials[0]
+    keys, seeds = _varied(trials), len(best.runs)
     header = ["place", *keys.values(), "held-out loss", "above the best", "more than luck", "lowest", "s/step"]
-    rows = [[*header, *([f"of {seeds} seeds"] if seeds > 1 else []), "state"]]
+    if seeds > 1:
+        header.append(f"of {seeds} seeds")
+    rows = [[*header, "state"]]
     for number, trial in enumerate(trials, 1):
         place = loss = gap = luck = minimum = ""
         if trial.finished:
             place, loss = str(number), f"{trial.loss:.6f}"
-            minimum = "{1:.6f} at step {0:.0f}".format(*lowest(trial))
+            step, value = lowest(trial)
+            minimum = f"{value:.6f} at step {step:.0f}"
         if trial.finished and trial is not best:
             gap = f"{trial.loss - best.loss:+.6f}"
             luck = "no" if tie(trial, best, spread) else "yes"
@@ -458,22 +461,22 @@ def ranking_rows(trials: Sequence[Trial], spread: float | None) -> list[list[str
 
 
 def _varied(trials: Sequence[Trial]) -> dict[str, str]:
-    """Key → short name, of keys with several values, or of all."""
-    short = short_keys(trials[0].settings)
-    several = {}
-    for key in short:
+    """Key → short name, of the keys with several values, or of all if none has."""
+    names = short_keys(trials[0].settings)
+    varied = {}
+    for key, name in names.items():
         if len({value_text(trial.settings[key]) for trial in trials}) > 1:
-            several[key] = short[key]
-    return several or short
+            varied[key] = name
+    return varied or names
 
 
 def _words(trial: Trial, keys: Mapping[str, str]) -> str:
     """Settings in words: `lr 0.0001, linear 8`."""
-    return ", ".join(f"{short} {value_text(trial.settings[key])}" for key, short in keys.items())
+    return ", ".join(f"{name} {value_text(trial.settings[key])}" for key, name in keys.items())
 
 
 def sentence_of(trials: Sequence[Trial], spread: float | None, total: int) -> tuple[str, Tone]:
-    """The ranking in one sentence and its tone; `total`: of planned runs."""
+    """The ranking in one sentence and its tone; `total` is the number of planned runs."""
     best = trials[0]
     left = total - sum(run.state == FINISHED for trial in trials for run in trial.runs)
     rest = f"; {left} of {total} trials are not finished" if left else ""
@@ -507,15 +510,14 @@ def write_sweep_page(sweep: Sweep) -> Path:
     page.verdict(*sentence_of(trials, spread, sweep.total))
     header, *rows = ranking_rows(trials, spread)
     page.table(header, rows)
-    same = {key: value for key, value in best.settings.items() if key not in keys}
+    same = [f"{key} {value_text(value)}" for key, value in best.settings.items() if key not in keys]
     if same:
-        words = [f"{key} {value_text(value)}" for key, value in same.items()]
-        page.paragraph(f"All trials: {', '.join(words)}.")
+        page.paragraph(f"All trials: {', '.join(same)}.")
     page.paragraph(noise_text(spread))
-    if best.finished and best.loss > RISE * lowest(best)[1]:
-        page.paragraph(
-            f"The best run's loss was lowest after step {lowest(best)[0]:.0f}: fewer steps may make a better LoRA."
-        )
+    if best.finished:
+        step, minimum = lowest(best)
+        if best.loss > RISE * minimum:
+            page.paragraph(f"The best run's loss was lowest after step {step:.0f}: fewer steps may make a better LoRA.")
     page.heading("Held-out loss over the runs")
     curves = {}
     for trial in trials:
@@ -534,10 +536,10 @@ def write_sweep_page(sweep: Sweep) -> Path:
         block: dict[str, Any] = {}
         process = best.finished[0].job["config"]["process"][0]
         for key in (*best.settings, *_alphas(process, best.settings)):
-            place = key.partition("[")[0]  # a list is shown whole
+            place, _, _ = key.partition("[")  # a list is shown whole
             value = process
-            for name in place.split("."):
-                value = value[name]
+            for part in place.split("."):
+                value = value[part]
             _set_value(block, place, value)
         page.code(yaml.safe_dump(block, sort_keys=False, allow_unicode=True).rstrip())
     failures = [[run.name, run.message] for run in sweep.runs if run.state == FAILED]
@@ -554,7 +556,7 @@ def write_sweep_page(sweep: Sweep) -> Path:
 
 def _show_samples(page: Page, sweep: Sweep, trials: Sequence[Trial], keys: Mapping[str, str]) -> None:
     """The last samples of the best trials, a row per prompt."""
-    pictures: dict[str, dict[int, Path]] = {}
+    pictures: dict[str, dict[int, Path]] = {}  # trial → prompt → picture
     for trial in trials[:PICTURED]:
         for run in trial.finished[:1]:
             samples = RunFolder(sweep.folder / run.name).samples()
