@@ -1,6 +1,6 @@
 """One self-contained HTML file: text is escaped, and a policy keeps browsers from fetching anything.
 
-In charts, lines are an SVG that stretches, and text keeps its size; colours are the style sheet's.
+In charts, lines are an SVG that stretches, and text above it keeps its size; colours are the style sheet's.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ STYLE = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 
 SERIES_COLOURS = 8  # --c0 to --c7
 MOST_POINTS = 1200  # per series, more than a screen's columns
-MOST_DOTS = 30  # largest series drawn with dots, too
+MOST_DOTS = 30  # points of a series that is drawn with dots, too
 TICKS = 6  # approximate number per axis
-SIDE = 1000  # of the drawing, in its own units
-MARGIN = 0.04  # of the axis, above the highest value and below the lowest
+SIDE = 1000  # of the drawing, in its own units; 10 are 1 %
+MARGIN = 0.04  # of the y axis, above the highest value and below the lowest
+NOISE = 1e-9  # of divisions that should be whole
 
 
 class Page:
-    """A page built from top to bottom; pictures are at `samples_at`, or embedded."""
+    """A page built from top to bottom; pictures are embedded, or at `samples_at`."""
 
     def __init__(self, title: str, subtitle: str = "", samples_at: str | None = None):
         self.title, self._samples_at = title, samples_at
@@ -100,8 +101,8 @@ class Page:
         if family is FLUX2:
             self.paragraph("ComfyUI needs a file that the stand-alone trainer saved of FLUX.2 in another layout:")
             self.code(f"coat-flux export {shlex.quote(str(path))} --to comfyui")
-        word = f" Put the trigger word in your prompts: {trigger}." if trigger else ""
-        self.paragraph(f"ComfyUI: copy the file to ComfyUI/models/loras and load it with a Load LoRA node.{word}")
+        hint = f" Put the trigger word in your prompts: {trigger}." if trigger else ""
+        self.paragraph(f"ComfyUI: copy the file to ComfyUI/models/loras and load it with a Load LoRA node.{hint}")
         self.paragraph("diffusers:")
         self.code(
             f"pipe = {pipeline}.from_pretrained({model!r}, torch_dtype=torch.bfloat16)\n"
@@ -115,12 +116,12 @@ class Page:
 
         With `shades`, numbers of type float are shaded from red at the first to green at the second.
         """
-        head, kind = "", ' class="facts"'
+        head, table_class = "", ' class="facts"'
         if any(header):
-            kind = ' class="stacking"' if len(header) >= STACKED_COLUMNS else ""
+            table_class = ' class="stacking"' if len(header) >= STACKED_COLUMNS else ""
             for name in header:
-                whole = ' class="short"' if max(map(len, name.split()), default=0) <= SHORT else ""
-                head += f"<th{whole}>{escape(name)}</th>"
+                name_class = ' class="short"' if max(map(len, name.split()), default=0) <= SHORT else ""
+                head += f"<th{name_class}>{escape(name)}</th>"
             head = f"<thead><tr>{head}</tr></thead>"
         body = ""
         for row in rows:
@@ -129,15 +130,16 @@ class Page:
                 text, style = "–" if value is None else str(value), ""
                 if shades is not None and isinstance(value, float):
                     text = f"{value:.1f}"
-                    place = min(max((value - shades[0]) / (shades[1] - shades[0]), 0.0), 1.0)
-                    paper = f"var(--{'bad' if place < 0.5 else 'good'}-paper) {abs(200 * place - 100):.0f}%"
-                    style = f' style="background: color-mix(in srgb, {paper}, var(--paper))"'
-                kinds = ["short"] if len(text) <= SHORT else []
-                kinds += ["number"] if NUMBER.fullmatch(text) else []
+                    red, green = shades
+                    share = min(max((value - red) / (green - red), 0.0), 1.0)
+                    shade = f"var(--{'bad' if share < 0.5 else 'good'}-paper) {abs(200 * share - 100):.0f}%"
+                    style = f' style="background: color-mix(in srgb, {shade}, var(--paper))"'
+                classes = ["short"] if len(text) <= SHORT else []
+                classes += ["number"] if NUMBER.fullmatch(text) else []
                 label = f' data-label="{escape(column)}"' if column else ""
-                cells += f'<td class="{" ".join(kinds)}"{label}{style}>{escape(text)}</td>'
+                cells += f'<td class="{" ".join(classes)}"{label}{style}>{escape(text)}</td>'
             body += f"<tr>{cells}</tr>"
-        self.parts.append(f'<div class="wide"><table{kind}>{head}<tbody>{body}</tbody></table></div>')
+        self.parts.append(f'<div class="wide"><table{table_class}>{head}<tbody>{body}</tbody></table></div>')
 
     def curves(
         self,
@@ -152,26 +154,26 @@ class Page:
     ) -> None:
         """Add a line chart over steps, or say that it is empty.
 
-        Points that are not finite, or not positive on a logarithmic axis, leave gaps. Long series are thinned, keeping
-        their peaks.
+        Points that are not finite, or not positive on a logarithmic axis, leave gaps. Long series are thinned.
         """
         band, marks = band or {}, marks or {}
         lines = {}
         xs, ys = list(marks), []
         for name, points in series.items():
-            gaps = [(at, math.nan if value <= 0 and log_y else value) for at, value in points]
-            drawable = [point for point in gaps if math.isfinite(point[1])]
+            with_gaps = [(at, math.nan if value <= 0 and log_y else value) for at, value in points]
+            drawable = [(at, value) for at, value in with_gaps if math.isfinite(value)]
             if drawable:
-                lines[name] = thinned(gaps)
+                lines[name] = thinned(with_gaps)
                 xs += [at for at, _ in drawable]
                 ys += [value for _, value in drawable]
-                ys += [end for _, low, high in band.get(name, ()) for end in (low, high)]
+                for _, low, high in band.get(name, ()):
+                    ys += [low, high]
         if not lines:
             self.missing(f"{title}: there is nothing to show")
             return
-        across = _Axis(xs, margin=0.0, whole=True)
-        up = _Axis(ys, margin=MARGIN, log=log_y)
-        ticks = up.ticks()
+        x_axis = _Axis(xs, margin=0.0, whole=True)
+        y_axis = _Axis(ys, margin=MARGIN, log=log_y)
+        ticks = y_axis.ticks()
         grid = "".join(f"M0 {SIDE - at:g}H{SIDE}" for at, _ in ticks)
         drawing = [f'<path class="grid" d="{grid}"/>']
         legend = []
@@ -181,42 +183,42 @@ class Page:
             if name in band:
                 above = [(at, high) for at, _, high in band[name]]
                 below = [(at, low) for at, low, _ in reversed(band[name])]
-                drawing.append(f'<path class="band"{colour} d="{_line(above + below, across, up)}Z"/>')
+                drawing.append(f'<path class="band"{colour} d="{_line(above + below, x_axis, y_axis)}Z"/>')
             kind = "faint" if name == faint else "line"
-            drawing.append(f'<path class="{kind}"{colour} d="{_line(points, across, up)}"/>')
+            drawing.append(f'<path class="{kind}"{colour} d="{_line(points, x_axis, y_axis)}"/>')
             if len(points) <= MOST_DOTS:
                 finite = [(at, value) for at, value in points if math.isfinite(value)]
-                dots = "".join(f"M{across.place(at):g} {SIDE - up.place(value):g}h0" for at, value in finite)
+                dots = "".join(f"M{x_axis.place(at):g} {SIDE - y_axis.place(value):g}h0" for at, value in finite)
                 drawing.append(f'<path class="dots"{colour} d="{dots}"/>')
         labels = []
         for at, text in ticks:
             labels.append(f'<span class="tick-y axis" style="bottom: {at / 10:g}%">{text}</span>')
-        for at, text in across.ticks():
+        for at, text in x_axis.ticks():
             labels.append(f'<span class="tick-x axis" style="left: {at / 10:g}%">{text}</span>')
         for at, text in marks.items():
-            place = across.place(at)
+            place = x_axis.place(at)
             drawing.append(f'<path class="mark" d="M{place:g} 0V{SIDE}"/>')
             side = " left" if place > SIDE / 2 else ""
             labels.append(f'<span class="note axis{side}" style="left: {place / 10:g}%">{escape(text)}</span>')
-        room = max(len(text) for _, text in ticks) * 0.5 + 0.8
+        width = max(len(text) for _, text in ticks) * 0.5 + 0.8  # of the labels on the left
         paths = "".join(drawing)
         svg = f'<svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" aria-hidden="true">{paths}</svg>'
-        plot = f'<div class="plot" style="--ticks: {room:g}rem">{svg}{"".join(labels)}</div>'
+        plot = f'<div class="plot" style="--ticks: {width:g}rem">{svg}{"".join(labels)}</div>'
         body = f'<div class="y axis">{escape(y)}</div>{plot}<div class="x axis">step</div>'
         self._figure(title, legend if len(legend) > 1 or band else [], body)
 
     def bars(self, title: str, bars: Mapping[str, Mapping[str, float]], expected: Mapping[str, float]) -> None:
         """Add stacked bars: name → part → length; a line marks the length that the plan `expected`."""
         totals = {name: sum(parts.values()) for name, parts in bars.items()}
-        scale = 100 / (max([*totals.values(), *expected.values()], default=0) or 1)
+        scale = 100 / (max([*totals.values(), *expected.values()], default=0) or 1)  # percent of the longest
         colours: dict[str, str] = {}
         rows = []
         for name, parts in bars.items():
             rows.append(f'<span>{escape(name)}</span><div class="track">')
             for part, size in parts.items():
                 number = len(colours)
-                fresh = f"var(--c{number})" if number < SERIES_COLOURS else "var(--quiet)"
-                colour = colours.setdefault(part, fresh)
+                next_colour = f"var(--c{number})" if number < SERIES_COLOURS else "var(--quiet)"
+                colour = colours.setdefault(part, next_colour)
                 rows.append(f'<i style="--c: {colour}; width: {size * scale:.2f}%"></i>')
             if name in expected:
                 rows.append(f'<b style="left: {expected[name] * scale:.2f}%"></b>')
@@ -250,17 +252,16 @@ class Page:
         for number, (text, path) in enumerate(items):
             try:
                 source = _data_uri(path) if self._samples_at is None else f"{self._samples_at}/{quote(path.name)}"
-                below = f"<figcaption>{escape(text)}</figcaption>" if text else ""
-                picture = f'<img alt="{escape(text)}" src="{source}">{below}'
+                label = f"<figcaption>{escape(text)}</figcaption>" if text else ""
+                picture = f'<img alt="{escape(text)}" src="{source}">{label}'
             except (OSError, ValueError) as error:
                 picture = f'<figcaption class="missing">{escape(f"{text}: cannot be read ({error})")}</figcaption>'
             cells += f'<figure class="marked">{picture}</figure>' if number in marked else f"<figure>{picture}</figure>"
         caption = f"<figcaption>{escape(title)}</figcaption>" if title else ""
         wrapping = " wrapping" if columns > 1 and not header else ""
         grid = f'<div class="grid{wrapping}" style="--columns: {columns:d}; --least: {width // 2:d}px">{cells}</div>'
-        self.parts.append(
-            f'<figure class="gallery" style="width: min(100%, {columns * width:d}px)">{caption}{grid}</figure>'
-        )
+        style = f"width: min(100%, {columns * width:d}px)"
+        self.parts.append(f'<figure class="gallery" style="{style}">{caption}{grid}</figure>')
 
     def html(self, head: str = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">') -> str:
         """Return the page so far; `head` goes into its head."""
@@ -292,20 +293,20 @@ def _data_uri(path: Path) -> str:
 
 
 def thinned(points: Points) -> Points:
-    """Keep about `MOST_POINTS`: the lowest and the highest of each stretch, in order."""
+    """About `MOST_POINTS` of the points: the lowest and the highest of each stretch, in order."""
     if len(points) <= MOST_POINTS:
         return points
     stretch = math.ceil(2 * len(points) / MOST_POINTS)
-    few = []
+    peaks = []
     for start in range(0, len(points), stretch):
         part = points[start : start + stretch]
-        finite = [point for point in part if math.isfinite(point[1])] or part[:1]
-        few += sorted({min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])})
-    return few
+        finite = [(at, value) for at, value in part if math.isfinite(value)] or part[:1]
+        peaks += sorted({min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])})
+    return peaks
 
 
 class _Axis:
-    """An axis around values, from `low` to `high`, which are exponents of 10 on a logarithmic one."""
+    """An axis around values, from `low` to `high`, exponents of 10 if `log`; `whole`: ticks are whole numbers."""
 
     def __init__(self, values: Sequence[float], *, margin: float, log: bool = False, whole: bool = False) -> None:
         low, high = min(values), max(values)
@@ -319,24 +320,26 @@ class _Axis:
         self.low, self.high, self.log, self.whole = low - room, high + room, log, whole
 
     def place(self, value: float) -> float:
-        """Where a value stands, from 0 to `SIDE`."""
+        """The position of a value, from 0 to `SIDE`."""
         at = math.log10(value) if self.log else value
         return round((at - self.low) / (self.high - self.low) * SIDE, 1)
 
     def ticks(self) -> list[tuple[float, str]]:
         """(position, label) of round numbers: powers of 10 if at least two fit, else 1, 2 or 5 times one apart."""
+        low, high = self.low, self.high
         if self.log:
-            exponents = range(math.ceil(self.low - 1e-9), math.floor(self.high + 1e-9) + 1)
-            labelled = [e for e in exponents if e % math.ceil(len(exponents) / TICKS) == 0]
-            if len(labelled) > 1:
-                return [(self.place(10.0**e), _label(10.0**e, 10.0**e, 10.0**e)) for e in labelled]
-        low, high = (10**self.low, 10**self.high) if self.log else (self.low, self.high)
-        rough = (high - low) / TICKS
-        power = 10.0 ** math.floor(math.log10(rough))
-        step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
+            exponents = range(math.ceil(low - NOISE), math.floor(high + NOISE) + 1)
+            every = math.ceil(len(exponents) / TICKS)
+            powers = [10.0**exponent for exponent in exponents if exponent % every == 0]
+            if len(powers) > 1:
+                return [(self.place(power), _label(power, power, power)) for power in powers]
+            low, high = 10**low, 10**high
+        rough_step = (high - low) / TICKS
+        power = 10.0 ** math.floor(math.log10(rough_step))
+        step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough_step * (1 - NOISE))
         if self.whole:
             step = max(step, 1.0)
-        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        first, last = math.ceil(low / step - NOISE), math.floor(high / step + NOISE)
         values = [step * i for i in range(first, last + 1) if i > 0 or not self.log]
         largest = max(map(abs, values), default=0.0)
         return [(self.place(value), _label(value, largest, step)) for value in values]
@@ -345,16 +348,17 @@ class _Axis:
 def _label(value: float, largest: float, step: float) -> str:
     """A tick's label on an axis up to `largest`: 1,000 and 0.05, but 1e-5."""
     if largest == 0 or 1e-3 <= largest < 1e7:
-        decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+        decimals = max(0, -math.floor(math.log10(step) + NOISE))
         return f"{value:,.{decimals}f}"
     return f"{value:.3g}".replace("e-0", "e-").replace("e+", "e")
 
 
-def _line(points: Points, across: _Axis, up: _Axis) -> str:
+def _line(points: Points, x_axis: _Axis, y_axis: _Axis) -> str:
+    """An SVG path; y grows downward there."""
     path, pen = [], "M"
     for at, value in points:
         if math.isfinite(value):
-            path.append(f"{pen}{across.place(at):g} {SIDE - up.place(value):g}")
+            path.append(f"{pen}{x_axis.place(at):g} {SIDE - y_axis.place(value):g}")
             pen = "L"
         else:
             pen = "M"
