@@ -22,7 +22,7 @@ FORMATS, INT8 = ("e4m3", "e5m2"), "int8"  # of FP8; torch is not imported here
 COLOURS = {"white": "#ffffff", "grey": "#808080", "black": "#000000"}
 ONLY_AI_TOOLKIT = "not supported by the stand-alone trainer"
 BLOCK_WORDS = ("auto", "all")
-WHOLE = ("int", "sizes", "count or names", "blocks")  # kinds whose numbers are whole
+WHOLE = ("int", "sizes", "count or names", "blocks")  # kinds of whole numbers
 
 
 class OptionError(Exception):
@@ -31,11 +31,11 @@ class OptionError(Exception):
 
 @dataclass(frozen=True)
 class Option:
-    """One key of a config, dotted if nested; its kind is one of `OPTION_KINDS`."""
+    """One key of a config: a value of its `kind`, within the limits of each number in it."""
 
-    key: str
+    key: str  # dotted if nested
     default: Any
-    kind: str
+    kind: str  # of `OPTION_KINDS`
     doc: str = ""
     choices: tuple[Any, ...] = ()
     minimum: float | None = None
@@ -45,7 +45,7 @@ class Option:
     multiple_of: int | None = None
     nullable: bool = False
     required: bool = False
-    example: Any = None  # suggested in place of a wrong value where there is no default
+    example: Any = None  # suggested in place of a wrong value; None: the default
 
     def parse(self, value: Any) -> Any:
         """The checked value; raises OptionError with the rule."""
@@ -83,10 +83,11 @@ class Option:
         are_names = is_list and all(isinstance(item, str) and item for item in value)
         if are_names and (kind == "strings" or (kind == "count or names" and value)):
             return tuple(value)
-        raise self.error(OPTION_KINDS[kind][1])
+        _, remedy = OPTION_KINDS[kind]
+        raise self.error(remedy)
 
     def refusal(self, value: Any) -> str | None:
-        """Return why `value` is refused, as `<rule>; <remedy>`, or None."""
+        """Why `value` is refused, as `<rule>; <remedy>`, or None."""
         try:
             self.parse(value)
         except OptionError as error:
@@ -95,10 +96,11 @@ class Option:
 
     def rule(self) -> str:
         """The allowed values, as a sentence: "must be …"."""
-        limits = [text.format(limit) for _, text, limit in self._limits()]
-        if self.minimum is not None and self.maximum is not None:
+        limits = [words.format(limit) for _, words, limit in self._limits()]
+        if self.minimum is not None and self.maximum is not None:  # the first two
             limits[:2] = [f"from {self.minimum:g} to {self.maximum:g}"]
-        text = f"must be {OPTION_KINDS[self.kind][0]}"
+        name, _ = OPTION_KINDS[self.kind]
+        text = f"must be {name}"
         if self.choices:
             text = f"must be one of {', '.join(map(str, self.choices))}"
         elif limits:
@@ -106,7 +108,7 @@ class Option:
         return f"{text}, or null" if self.nullable else text
 
     def error(self, remedy: str) -> OptionError:
-        """The rule, and a remedy."""
+        """An error of the rule and a remedy."""
         return OptionError(f"{self.rule()}; {remedy}")
 
     def number(self, value: Any) -> Any:
@@ -120,8 +122,9 @@ class Option:
         raise self.error("write a value in that range" if example is None else f"write {show(example)}, for example")
 
     def _limits(self) -> list[tuple[Callable[[Any, Any], bool], str, Any]]:
-        limits = [(holds, text, getattr(self, name)) for name, (holds, text) in LIMITS.items()]
-        return [limit for limit in limits if limit[-1] is not None]
+        """The limits that are set, in the order of `LIMITS`: the test of a value, the words, the limit."""
+        limits = [(holds, words, getattr(self, name)) for name, (holds, words) in LIMITS.items()]
+        return [(holds, words, limit) for holds, words, limit in limits if limit is not None]
 
     def _choice(self, value: Any) -> Any:
         for known in self.choices:
@@ -156,7 +159,7 @@ def blocks(cls: type) -> Any:
     return field(default=(), metadata={"blocks": cls})
 
 
-# name of a limit → whether a value keeps it, and its words in a rule
+# field of `Option` → whether a value keeps the limit, and its words in a rule
 LIMITS = {
     "minimum": (operator.ge, "of at least {:g}"),
     "maximum": (operator.le, "of at most {:g}"),
@@ -164,7 +167,7 @@ LIMITS = {
     "below": (operator.lt, "below {:g}"),
     "multiple_of": (lambda value, step: value % step == 0, "a multiple of {:g}"),
 }
-# kind → its name in a rule, and the remedy for another kind
+# kind → its name in a rule, and the remedy for a value of another kind
 OPTION_KINDS = {
     "bool": ("true or false", "write true or false, without quotes"),
     "int": ("a whole number", "write a number"),
@@ -195,7 +198,7 @@ def block_of(item: Field[Any]) -> type | None:
 
 
 def options_of(cls: type, prefix: str = "") -> list[Option]:
-    """Every option of a config and its nested blocks, by dotted key."""
+    """Every option of a config and its nested blocks, with dotted keys."""
     options = []
     for name, item in config_fields(cls).items():
         if nested := block_of(item):
@@ -218,8 +221,8 @@ def build(
 ) -> T:
     """Build `cls` from a YAML block; null counts as empty. `extra` fills fields of `cls` that are not config keys.
 
-    A refused value is replaced by its default, so that the rest is still checked. `rows` are those of ai-toolkit's
-    keys by block; `cls` is its `block`.
+    A refused value is replaced by its default, so that the rest is still checked. `rows` are ai-toolkit's keys by block
+    (`ai_toolkit_keys.py`); the block of `cls` is `block`.
     """
     known = config_fields(cls)
     toolkit = {name: row for name, row in (rows or {}).get(block, {}).items() if row["stand-alone"]}
@@ -236,7 +239,7 @@ def build(
                 findings.add(where, "must not be a block, nothing reads what is in it; remove it", value)
             elif value and row["reason"]:
                 findings.warn(where, row["reason"])
-        elif item is None:
+        elif item is None:  # unsupported, but for ai-toolkit's default
             default = json.loads(row["default"] or "null")
             same_kind = isinstance(value, bool) == isinstance(default, bool)
             if (value or default) and not (same_kind and value == default):
@@ -253,10 +256,10 @@ def build(
                     choices = ", ".join(map(str, option.choices))
                     text = f"{ONLY_AI_TOOLKIT}; run this config inside ai-toolkit, or write {choices}"
                 findings.add(where, text, value)
-        else:
-            inside = item.metadata["blocks"]
+        else:  # a list of blocks
+            entry_cls = item.metadata["blocks"]
             entries = as_entries(value, where, findings)
-            built = (build(inside, entry, at, findings, rows=rows, block=inner) for at, entry in entries)
+            built = [build(entry_cls, entry, at, findings, rows=rows, block=inner) for at, entry in entries]
             values[name] = tuple(built)
     for name, item in known.items():
         option = item.metadata.get("option")
