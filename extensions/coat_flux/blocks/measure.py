@@ -5,9 +5,9 @@
     attention    the fastest kernel that agrees with plain matrix products (`AttentionTrial`) at the batch's shape;
                  without a GPU torch chooses
 
-For a GEMM one block of each kind runs forward and backward with each candidate on detached copies of the first batch,
-weighted by the number of such blocks; the run's gradients and random state are untouched. Times are cached in a small
-JSON file per user, so that equal jobs choose the same; the first process's answer counts for all.
+GEMMs are timed in one block of each class, forward and backward on detached copies of the first batch, and weighted by
+the number of such blocks; the run's gradients and random state are untouched. Times are cached in a small JSON file per
+user, so that equal jobs choose the same; the first process's answer counts for all.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -46,6 +47,7 @@ from .models import first_measured
 logger = logging.getLogger(__name__)
 
 MEASURED = "the fastest of those that were measured"  # for the start table, which has no numbers of one run
+TORCHS_CHOICE = "torch's choice"  # begins the reason where torch selects the kernel
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Picked:
     """A GEMM of the blocks' linears, or a kernel of their attention."""
 
     name: str  # of `GEMMS` or the config's own scaling; or as `coat_core.ops.attention` names the kernel
-    why: str = "torch's choice"
+    why: str = TORCHS_CHOICE
     milliseconds: Mapping[str, float] = field(default_factory=dict)  # of all blocks by GEMM, or of one by kernel
     refused: Mapping[str, str] = field(default_factory=dict)  # kernel → why it cannot be used here
 
@@ -72,8 +74,8 @@ class Picked:
 # --- the scaling of the GEMMs ---
 
 GEMMS = ("per_tensor", "per_row", "bf16")  # from coarse to exact
-BUDGET_S = 20.0
-WARM_UP, REPEATS = 2, 5
+BUDGET_S = 20.0  # seconds for all candidates
+WARM_UP, REPEATS = 2, 5  # calls of a block, untimed and timed
 
 
 def candidates(config: COATConfig) -> tuple[str, ...]:
@@ -86,19 +88,16 @@ class GemmPick:
     """Chooses for the linears with FP8 GEMMs, at the first pass; `form_of` returns what runs a block in a step."""
 
     def __init__(
-        self,
-        blocks: Mapping[str, nn.Module],
-        config: COATConfig,
-        form_of: Callable[[nn.Module], Callable[..., Any]],
+        self, blocks: Mapping[str, nn.Module], config: COATConfig, form_of: Callable[[nn.Module], Callable[..., Any]]
     ) -> None:
         self._blocks = list(blocks.values())
         self._config = config
         self._form_of = form_of
         self._candidates = candidates(config)
         self._resumed: str | None = None
-        # linears with FP8 GEMMs when the first of `GEMMS` is set, and the name of the attribute with their config
+        # linears with FP8 GEMMs at the first `set`, and the name of the attribute with their config
         self._linears: list[tuple[Any, str]] | None = None
-        self.image_tokens = 0  # of the run's largest images, which are timed though the first batch be smaller
+        self.image_tokens = 0  # of the run's largest images, timed even if the first batch is smaller
 
     def keep(self, gemm: str) -> None:
         """Reuse the GEMM of the resumed run, for equal rounding, unless the config forbids it now."""
@@ -112,18 +111,20 @@ class GemmPick:
         asked = self._config.linear_config()
         scaling = asked.input_granularity if gemm == "bf16" else gemm
         if self._linears is None:
-            stored = [each for block in self._blocks for each in stored_linears(block)]
-            self._linears = [(module, name) for module, name in stored if getattr(module, name).use_fp8_gemm]
+            self._linears = []
+            for block in self._blocks:
+                linears = stored_linears(block)
+                self._linears += [(module, name) for module, name in linears if getattr(module, name).use_fp8_gemm]
         for module, name in self._linears:
-            own: FP8LinearConfig = getattr(module, name)
-            setattr(module, name, replace(own, use_fp8_gemm=gemm != "bf16", input_granularity=scaling))
+            config: FP8LinearConfig = getattr(module, name)
+            setattr(module, name, replace(config, use_fp8_gemm=gemm != "bf16", input_granularity=scaling))
         for block in self._blocks:
             for module in block.modules():
                 if isinstance(module, FP8InputLinear) and module.source:
                     module.storage = input_storage(replace(asked, input_granularity=scaling))
 
     def choose(self, args: tuple[Any, ...]) -> Picked:
-        """Pick a GEMM by the coming `args` of the first block that is measured, and set the blocks' linears to it."""
+        """Pick a GEMM by the next `args` of the first block that is measured, and set the blocks' linears to it."""
         measure, device = self._config.speed.measure, args[0].device.type
         if self._resumed is not None:
             picked = Picked(self._resumed, "that of the resumed run")
@@ -143,12 +144,14 @@ class GemmPick:
         refused: dict[str, str] = {}
         for gemm in self._candidates[:-1]:  # bf16 always runs
             linear = replace(self._config.linear_config(), input_granularity=gemm)
-            if (reason := fp8_gemm_obstacle(args[0].device, linear)) is not None:
+            reason = fp8_gemm_obstacle(args[0].device, linear)
+            if reason is not None:
                 refused[gemm] = reason
         usable = [gemm for gemm in self._candidates if gemm not in refused]
         failed: dict[str, str] = {}
         for batch in (enlarged(args, self.image_tokens), args):  # the first is too large, or a model's grows otherwise
-            key, started = key_of(batch, self._blocks, self._config), time.monotonic()
+            started = time.monotonic()
+            key = key_of(batch, self._blocks, self._config)
             times = {gemm: ms for gemm, ms in kept_results().get(key, {}).items() if gemm in usable}
             why = "measured earlier on this GPU, these shapes"
             if not times:
@@ -166,12 +169,12 @@ class GemmPick:
         return Picked(usable[0], "as configured: no GEMM could be timed", refused={**refused, **failed})
 
     def _time_all(self, gemms: Sequence[str], args: tuple[Any, ...]) -> tuple[dict[str, float], dict[str, str]]:
-        """Milliseconds of all blocks by GEMM; and why there are none of the others."""
+        """By GEMM, the milliseconds of all blocks; and of those that failed the reasons."""
         started = time.monotonic()
         called = self._blocks[first_measured(self._blocks)]
         known = argument_names(type(called))  # blocks with other arguments cannot take `args`
-        counts = Counter(kind for kind in map(type, self._blocks) if argument_names(kind) == known)
-        first = {type(block): block for block in reversed(self._blocks)}
+        counts = Counter(cls for cls in map(type, self._blocks) if argument_names(cls) == known)
+        first = {type(block): block for block in reversed(self._blocks)}  # of each class
         times: dict[str, float] = {}
         refused: dict[str, str] = {}
         for gemm in gemms:
@@ -180,21 +183,21 @@ class GemmPick:
                 continue
             self.set(gemm)
             try:
-                times[gemm] = sum(count * self._block_ms(first[kind], args, started) for kind, count in counts.items())
+                times[gemm] = sum(count * self._block_ms(first[cls], args, started) for cls, count in counts.items())
             except Exception as error:  # of a compiler, too
                 if isinstance(error, torch.OutOfMemoryError) and not times:
-                    raise  # no verdict on this GEMM: a step has less memory
+                    raise  # the batch is too large, whichever the GEMM
                 refused[gemm] = first_line(error)
         return times, refused
 
     def _block_ms(self, block: nn.Module, args: tuple[Any, ...], started: float) -> float:
-        inputs, wanted = as_leaves(block, args)
+        inputs, trained = as_leaves(block, args)
         run = self._form_of(block)
 
         def once() -> None:
             with torch.enable_grad(), written_gradients(False):
                 outputs = tree_leaves(run(*inputs))
-                torch.autograd.grad(outputs, wanted, [torch.ones_like(x) for x in outputs], allow_unused=True)
+                torch.autograd.grad(outputs, trained, [torch.ones_like(x) for x in outputs], allow_unused=True)
 
         for _ in range(WARM_UP):
             once()
@@ -205,31 +208,34 @@ class GemmPick:
 
 
 def as_leaves(block: nn.Module, args: Any) -> tuple[Any, list[Tensor]]:
-    """A block's arguments with copies of its streams [B, S, D] that get gradients; and all that a step gives one."""
-    wanted: list[Tensor] = list(trained_parameters(block))
+    """A block's arguments, with copies of its streams [B, S, D] that require gradients; and all tensors that do."""
+    trained: list[Tensor] = list(trained_parameters(block))
 
     def leaf(x: Any) -> Any:
         if isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 3:
             x = x.detach().clone().requires_grad_()
         if isinstance(x, Tensor) and x.requires_grad:
-            wanted.append(x)
+            trained.append(x)
         return x
 
-    return tree_map(leaf, args), wanted
+    return tree_map(leaf, args), trained
 
 
 def enlarged(args: tuple[Any, ...], image_tokens: int) -> tuple[Any, ...]:
-    """The first block's arguments, image [B, S, D] and text, with so many image tokens: repeated, in tables too."""
+    """Arguments with the image stream [B, S, D] repeated to so many tokens, as are tables; unchanged with a mask."""
     streams = [x for x in args if isinstance(x, Tensor) and x.ndim == 3]
     tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
     has_mask = not all(x.is_floating_point() or x.is_complex() for x in tensors)
-    if len(streams) != 2 or has_mask or streams[0].shape[1] >= image_tokens:
+    if len(streams) != 2 or has_mask:
         return args
-    image, text = (x.shape[1] for x in streams)
-    sizes = {image: image_tokens, text + image: text + image_tokens}
+    image, text = streams
+    tokens, text_tokens = image.shape[1], text.shape[1]
+    if tokens >= image_tokens:
+        return args
+    sizes = {tokens: image_tokens, text_tokens + tokens: text_tokens + image_tokens}
 
     def longer(x: Any) -> Any:
-        if not isinstance(x, Tensor) or x is streams[1]:
+        if not isinstance(x, Tensor) or x is text:
             return x
         for dim, size in enumerate(x.shape[:-1]):
             if size in sizes:
@@ -248,14 +254,13 @@ PACKAGES = ("flash-attn", "flash-attn-3", "flash-attn-4")
 
 
 class AttentionPick:
-    """Chooses once, at the first training pass."""
+    """Chooses the attention kernel once, at the first training pass."""
 
     def __init__(self, config: COATConfig) -> None:
         self._forced = None if config.speed.attention == "auto" else config.speed.attention
         self._measures = config.speed.measure != "never"
-        # the kernel of the resumed run, taken if it can be used: another one rounds otherwise
-        self.resumed: str | None = None
-        self.kernel: str | None = None  # the one in use, of a GPU
+        self.resumed: str | None = None  # the resumed run's, taken if it can be used, for equal rounding
+        self.kernel: str | None = None  # the one in use, on a GPU
 
     def choose(self, like: Tensor, mask: Tensor | None = None) -> Picked:
         """Pick a kernel for q [B, H, S, d] and a mask; RuntimeError if the configured one cannot be used."""
@@ -274,7 +279,7 @@ class AttentionPick:
                 raise RuntimeError(f"{name}: {reason}; set it to auto, or to a kernel that runs here")
             picked = Picked(self._forced, "as configured: speed.attention")
         elif mask is not None:
-            picked = Picked(own, "torch's choice of those that take this model's mask")
+            picked = Picked(own, f"{TORCHS_CHOICE} of those that take this model's mask")
         elif on_gpu:
             picked = self._automatic(like, own)
         else:
@@ -284,11 +289,12 @@ class AttentionPick:
             if self.resumed not in (None, picked.name):
                 text = "resume: attention kernel %s -> %s (%s); results differ from here on by rounding"
                 logger.warning(text, self.resumed, picked.name, picked.refused.get(self.resumed, picked.why))
-        use_kernel(None if picked.why.startswith("torch's choice") else picked.name, like)
+        use_kernel(None if picked.why.startswith(TORCHS_CHOICE) else picked.name, like)
         logger.info(picked.describe(f"attention: {picked.name}", digits=2))
         return picked
 
     def _automatic(self, like: Tensor, own: str) -> Picked:
+        """The resumed run's kernel, else the fastest, else `own`."""
         refused = {}
         if self.resumed is not None:
             reason = AttentionTrial(like).obstacle(self.resumed)
@@ -321,7 +327,7 @@ def _measured_kernel(like: Tensor, own: str, refused: Mapping[str, str]) -> Pick
         else:
             refused[kernel] = reason
     if not times:
-        return Picked(own, "torch's choice: no kernel passed the trial", refused=refused)
+        return Picked(own, f"{TORCHS_CHOICE}: no kernel passed the trial", refused=refused)
     keep_results(key, times)
     return Picked(_fastest_kernel(times, own), f"fastest at {like.shape[2]} tokens", times, refused)
 
@@ -350,9 +356,7 @@ def timed(once: Callable[[], None], device: torch.device) -> float:
 
 
 def from_first_process(make: Callable[[], Any]) -> Any:
-    """What `make` returns in the first of several processes; all must come here."""
-    import torch.distributed as dist
-
+    """The result of `make` in the first of several processes; all must call this."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return make()
     box = [make() if dist.get_rank() == 0 else None]
@@ -370,7 +374,7 @@ def cache_file() -> pathlib.Path:
 
 
 def key_of(args: tuple[Any, ...], blocks: Sequence[nn.Module], config: COATConfig) -> str:
-    """A key of all that speed depends on: device, versions, shapes, blocks, adapters, config."""
+    """A key of all that a GEMM's speed depends on: device, versions, shapes, blocks, adapters, config."""
     device = args[0].device
     facts = {
         "autocast": torch.is_autocast_enabled(device.type),
@@ -394,7 +398,7 @@ def key_on(device: torch.device, facts: Mapping[str, Any]) -> str:
 
 
 def keep_results(key: str, results: Mapping[str, Any]) -> None:
-    """Keep name → milliseconds, or operator → verdict, for later starts."""
+    """Add name → milliseconds, or operator → verdict, to the file for later starts."""
     file, content = cache_file(), {**kept_results(), key: dict(results)}
     try:
         write_file(file, json.dumps(content, indent=1))
@@ -403,7 +407,7 @@ def keep_results(key: str, results: Mapping[str, Any]) -> None:
 
 
 def kept_results() -> dict[str, dict[str, Any]]:
-    """What `keep_results` kept, by key."""
+    """The results in the file, by key; empty if it is missing or damaged."""
     try:
         content = json.loads(cache_file().read_text(encoding="utf-8"))
     except FileNotFoundError:
