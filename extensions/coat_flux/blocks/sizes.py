@@ -1,4 +1,4 @@
-"""What a block weighs: the bytes it saves for backward and needs for a moment, and the time it takes.
+"""Sizes of a block: the bytes it saves for backward and needs temporarily, and the time it takes.
 
 A FLUX block is counted on the meta device: diffusers' own block, with FP8 linears and LoRA, runs forward and backward
 through the real code in a few hundredths of a second, and every storage is counted once. `decide` adds up the blocks.
@@ -63,16 +63,16 @@ for _kind, _blocks in LISTS.items():
 
 @dataclass(frozen=True)
 class Block:
-    """One transformer block; `trained_embedding`: its modulation's input (in FLUX.2 the modulation) has a gradient."""
+    """One transformer block, with names of its linears and parameters inside it."""
 
     kind: str  # of `LINEARS`: "double" (text and image streams) or "single" (both as one), of FLUX.1 or FLUX.2
     hidden: int  # d
-    heads: int  # of attention
+    heads: int
     mlp: int  # F
-    ranks: tuple[tuple[str, int], ...] = ()  # (linear's name in the block, LoRA rank) of each adapter
-    trained_input: bool = True  # whether a gradient goes on to what lies before the block
-    trained_embedding: bool = False
-    trained: tuple[str, ...] = ()  # names in the block of its own parameters that are trained, without an adapter
+    ranks: tuple[tuple[str, int], ...] = ()  # (linear, LoRA rank) of each adapter
+    trained_input: bool = True  # its input requires a gradient
+    trained_embedding: bool = False  # its modulation's input, in FLUX.2 the modulation, requires a gradient
+    trained: tuple[str, ...] = ()  # its own parameters that are trained, without an adapter
 
     @property
     def trained_output(self) -> bool:
@@ -85,7 +85,7 @@ class Block:
         return inputs, outputs
 
     def modulates(self, name: str) -> bool:
-        """Whether a linear makes adaLN vectors, from one row an image: its products are not in FP8."""
+        """Whether a linear makes adaLN vectors, from one row per image: its products are not in FP8."""
         return name.endswith(".linear")
 
     def make(self) -> nn.Module:
@@ -96,38 +96,40 @@ class Block:
             raise UserError(f"{cls.__name__} of this diffusers cannot be counted; pip install -U diffusers")
         options = {} if self.kind == "double" else {"mlp_ratio": self.mlp / self.hidden}
         with torch.device("meta"):
-            made: nn.Module = cls(self.hidden, self.heads, self.hidden // self.heads, **options)
-        return made
+            module: nn.Module = cls(self.hidden, self.heads, self.hidden // self.heads, **options)
+        return module
 
     def arguments(self, tokens: Tokens, settings: FlowSettings) -> Callable[[], list[Any]]:
-        """A function that makes the two streams; modulation or its input, and rotary tables, are always the same."""
-        dtype, whole = VALUES[settings.value_bytes], tokens.image + tokens.text
+        """A function that makes new streams; modulation (or its input) and rotary tables are the same in each call."""
+        dtype, both = VALUES[settings.value_bytes], tokens.image + tokens.text
+        shared: list[Any] = []
+        for count in LISTS[self.kind].vectors:
+            shape = (tokens.batch, count * self.hidden)
+            shared.append(torch.empty(shape, dtype=dtype, device="meta", requires_grad=self.trained_embedding))
+        shared.append(tuple(torch.empty(both, self.hidden // self.heads, device="meta") for _ in range(2)))
         trained = torch.empty((), dtype=dtype, device="meta", requires_grad=True)
 
         def stream(length: int) -> Tensor:
             shape = (tokens.batch, length, self.hidden)
             if not self.trained_input:
                 return torch.empty(shape, dtype=dtype, device="meta")
-            # made by an operator, as by the block before: a leaf would be held by its graph
+            # by an operator, as the block before makes it: a leaf would be held by its graph
             return trained.expand(shape) * 1
 
         def arguments() -> list[Any]:
             if self.kind == "flux2_single":
-                return [stream(whole), None, *shared]
+                return [stream(both), None, *shared]
             return [stream(tokens.image), stream(tokens.text), *shared]
 
-        shared: list[Any] = []
-        for count in LISTS[self.kind].vectors:
-            shape = (tokens.batch, count * self.hidden)
-            shared.append(torch.empty(shape, dtype=dtype, device="meta", requires_grad=self.trained_embedding))
-        shared.append(tuple(torch.empty(whole, self.hidden // self.heads, device="meta") for _ in range(2)))
         return arguments
 
     def around(self, tokens: Tokens, settings: FlowSettings) -> int:
         """Bytes saved outside the blocks, if it is the last: its output, rotary tables, final norm, prediction."""
-        length, a = tokens.text + tokens.image, settings.value_bytes
-        read = 2 * tokens.batch * tokens.image * self.hidden * a if self.trained else 0
-        return tokens.rows * (self.hidden * a + 2 * FP32) + 2 * FP32 * (self.hidden // self.heads) * length + read
+        value_bytes, length = settings.value_bytes, tokens.text + tokens.image
+        output_and_norm = tokens.rows * (self.hidden * value_bytes + 2 * FP32)
+        tables = 2 * FP32 * (self.hidden // self.heads) * length
+        prediction = 2 * tokens.batch * tokens.image * self.hidden * value_bytes if self.trained else 0
+        return output_and_norm + tables + prediction
 
     @property
     def weight_elements(self) -> int:
@@ -135,7 +137,7 @@ class Block:
         return sum(math.prod(self.shape(name)) for name in LINEARS[self.kind] if not self.modulates(name))
 
     def operations(self, tokens: Tokens) -> tuple[int, int]:
-        """Operations forward of its frozen weights, where modulation is one row, and of its attention."""
+        """Operations forward of its frozen weights, but for modulation, and of its attention."""
         streams = 2 if self.kind.endswith("double") else 1  # text and image have separate linears
         products = 2 * tokens.rows * (self.weight_elements // streams)
         return products, 4 * tokens.rows * (tokens.text + tokens.image) * self.hidden
@@ -175,7 +177,7 @@ def read_block(module: Any, trained_input: bool = True) -> Block | None:
 def _rank(linear: Any) -> int | None:
     """Sum of the LoRAs' ranks on a linear; None if it has another adapter.
 
-    A LoKr counts as a LoRA of as many parameters. It keeps no h, which in FLUX.1-dev are 1 % at factor 8.
+    A LoKr counts as a LoRA of as many parameters; the h that it does not save is 1 % in FLUX.1-dev at factor 8.
     """
     if hasattr(linear, "lora_A"):
         return sum(down.weight.shape[0] for down in linear.lora_A.values())
@@ -198,10 +200,10 @@ def rank_of_as_many(parameters: int, linear: Any) -> int:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Size of a micro-batch: images, text tokens and image tokens of each."""
+    """Size of a micro-batch."""
 
     batch: int
-    text: int
+    text: int  # of each image
     image: int
 
     @property
@@ -224,19 +226,19 @@ class FlowSettings:
     cuda: bool = True  # else RMSNorm saves an fp32 copy, and LayerNorm its statistics in bf16
     fp8_gemms: bool = True  # linears quantize what they multiply
     fp8_weights: bool = True  # linears hold codes; else GEMMs cast at each use, and the generic flow saves the codes
-    weight_format: str = "e4m3"  # of these codes; what is not FP8 is decoded for a product
-    kernels: bool = True  # casts and norms run as kernels; where not, they go through whole fp32 tensors
-    frees_gradients: bool = False  # a gradient is used up in backward, as soon as it is there (`train.fused_backward`)
+    weight_format: str = "e4m3"  # of these codes; other formats are decoded for a product
+    kernels: bool = True  # casts and norms run as kernels; else they go through whole fp32 tensors
+    frees_gradients: bool = False  # backward uses up each gradient at once (`train.fused_backward`)
 
 
 class BlockBytes(NamedTuple):
-    """What a choice of recomputed blocks weighs, per block."""
+    """Bytes of a block, if it is recomputed and if not."""
 
-    kept: int  # when the block is not recomputed, without its output
-    recomputed: int  # kept when it is
-    workspace: int  # needed for a moment of its forward or backward pass besides what is kept
-    recomputation: int  # the same, when the block is recomputed
-    gradients: int  # of what is trained in it; 0 where they are freed at once, and then in `workspace`
+    kept: int  # saved for backward if it is not recomputed, without its output
+    recomputed: int  # saved if it is
+    workspace: int  # the most needed besides, in its forward or backward pass
+    recomputation: int  # the same if it is recomputed
+    gradients: int  # 0 where they are freed at once, and then in `workspace`
 
 
 @functools.lru_cache(maxsize=2048)
@@ -244,7 +246,7 @@ class BlockBytes(NamedTuple):
 @torch.inference_mode(False)  # `decide` may ask while images are drawn
 @torch.enable_grad()
 def _counted(block: Block, tokens: Tokens, settings: FlowSettings, recomputes: bool) -> tuple[int, int]:
-    """Bytes kept between a forward and a backward pass, outputs not counted, and the most that both need besides."""
+    """Bytes saved between a forward and a backward pass, without outputs; and the most that both need besides."""
     module = _module_for(block, settings)
     run = _run_of(module, settings, recomputes)
     if recomputes and settings.fp8_checkpoint:
@@ -262,8 +264,8 @@ def _counted(block: Block, tokens: Tokens, settings: FlowSettings, recomputes: b
             run(*arguments())
     with HeldTensors(settings.kernels) as held:
         outputs = [x for x in tree_leaves(run(*arguments())) if x is not None]
-        stays = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in outputs}
-        kept = held.now - sum(stays.values())
+        storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in outputs}
+        kept = held.now - sum(storages.values())
         loss = _Loss.apply(*outputs)
         del outputs
         loss.backward()
@@ -280,7 +282,7 @@ def _counted(block: Block, tokens: Tokens, settings: FlowSettings, recomputes: b
 @_disable_current_modes()
 @torch.no_grad()
 def forward_bytes(block: Block | UnknownBlock, tokens: Tokens, settings: FlowSettings) -> int:
-    """The most that a block's forward pass needs where nothing is kept: sampling."""
+    """Peak bytes of a block's forward pass when nothing is saved, as in sampling."""
     if isinstance(block, UnknownBlock):
         return block_bytes(block, tokens, settings).workspace
     arguments = block.arguments(tokens, settings)
@@ -319,18 +321,19 @@ def _run_of(module: nn.Module, settings: FlowSettings, recomputes: bool = False)
 
     def run(*args: Any) -> Any:
         constants = [x for x in tree_leaves(args) if isinstance(x, Tensor) and not x.requires_grad]
-        keep = [*module.parameters(), *module.buffers(), *constants]
-        saves_all = recomputes or settings.flow == "eager"
-        packs = nullcontext() if saves_all else PackedSavedTensors(settings.saving, keep)
-        with AsOnGPU(settings.cuda), packs:
+        unpacked = [*module.parameters(), *module.buffers(), *constants]
+        is_plain = recomputes or settings.flow == "eager"
+        packing = nullcontext() if is_plain else PackedSavedTensors(settings.saving, unpacked)
+        with AsOnGPU(settings.cuda), packing:
             return module(*args)
 
     return run
 
 
 @functools.lru_cache(maxsize=64)
-@_disable_current_modes()  # its casts are none of a step that is watched
+@_disable_current_modes()  # a watched step must not see its casts
 def _module_for(block: Block, settings: FlowSettings) -> nn.Module:
+    """A block on the meta device, with linears and adapters as in a run."""
     from peft import LoraConfig, inject_adapter_in_model
 
     gemms = FP8LinearConfig(input_granularity=settings.inputs, use_fp8_gemm=settings.fp8_gemms)
@@ -370,14 +373,14 @@ def _module_for(block: Block, settings: FlowSettings) -> nn.Module:
 
 # --- blocks of a model, known and unknown ---
 
-UNKNOWN = Rates(96.0, 38.0, 42.0)  # of classes nobody measured
-FP8_INPUT, BF16_INPUT = 1.03, 2.0  # bytes that a recomputed block keeps per element
+UNKNOWN = Rates(96.0, 38.0, 42.0)  # of classes that were not measured
+FP8_INPUT, BF16_INPUT = 1.03, 2.0  # bytes that a recomputed block saves per element
 ATTENTION_IN_BF16 = 4 * (BF16_INPUT - FP8_INPUT)  # more bytes per element, of q, k, v and out
 
 
 @dataclass(frozen=True)
 class UnknownBlock:
-    """A block without a list of saved tensors: its bytes are measured per element of hidden states."""
+    """A block that is not counted: its bytes are known per element of hidden states, by its class."""
 
     kind: str  # name of its class
     elements: int  # of hidden states in the largest micro-batch
@@ -407,7 +410,7 @@ def block_bytes(block: Block | UnknownBlock, tokens: Tokens, settings: FlowSetti
 
 
 def read_blocks(modules: Iterable[nn.Module], args: tuple[Any, ...], elements: int) -> tuple[Block | UnknownBlock, ...]:
-    """Describe blocks with their adapters, in forward order; `args` are those of the first block's call, if known."""
+    """Describe blocks with their adapters, in forward order; `args` are the first block's, if known."""
     trained = any(isinstance(x, Tensor) and x.requires_grad for x in args[:2])
     embedding = len(args) > 2 and isinstance(args[2], Tensor) and args[2].requires_grad
     blocks: list[Block | UnknownBlock] = []
@@ -427,7 +430,7 @@ def read_blocks(modules: Iterable[nn.Module], args: tuple[Any, ...], elements: i
 
 
 def shown_by(args: tuple[Any, ...]) -> dict[str, Any]:
-    """Fields of `decide.Given` that a block's arguments determine: types of device and values."""
+    """Fields of `decide.Given` that a block's arguments determine: device type, bytes of values."""
     first = first_tensor(args)
     kind = first.device.type
     lora = torch.get_autocast_dtype(kind) if autocast_is_on(kind) else torch.float32
@@ -438,11 +441,11 @@ def shown_by(args: tuple[Any, ...]) -> dict[str, Any]:
 
 
 class Moment(NamedTuple):
-    """Bytes at one moment of a step: saved for backward, temporary, gradients so far."""
+    """Bytes at one moment of a step."""
 
-    kept: int
+    kept: int  # saved for backward
     workspace: int
-    gradients: int
+    gradients: int  # so far
 
     @property
     def total(self) -> int:
@@ -451,10 +454,11 @@ class Moment(NamedTuple):
 
 
 def largest_moment(blocks: Sequence[BlockBytes], recomputed: Iterable[int] = (), accumulates: bool = False) -> Moment:
-    """Find the moment of a step when the blocks need most; `accumulates`: earlier gradients are held throughout."""
+    """The moment when blocks need most: those up to one are saved, later ones (`accumulates`: all) have gradients."""
     chosen = set(recomputed)
-    total = sum(block.gradients for block in blocks)
-    kept, later, moments = 0, total, [Moment(0, 0, 0)]
+    total = later = sum(block.gradients for block in blocks)
+    kept = 0
+    moments = [Moment(0, 0, 0)]
     for i, block in enumerate(blocks):
         later -= block.gradients
         kept += block.recomputed if i in chosen else block.kept
@@ -464,7 +468,7 @@ def largest_moment(blocks: Sequence[BlockBytes], recomputed: Iterable[int] = (),
 
 
 def fewest_recomputed(blocks: Sequence[BlockBytes], free: float, accumulates: bool = False) -> list[int]:
-    """Choose the fewest blocks to recompute so that `largest_moment` stays within `free` bytes, or all."""
+    """The fewest blocks to recompute so that `largest_moment` stays within `free` bytes, or all."""
     order = sorted(range(len(blocks)), key=lambda i: blocks[i].kept - blocks[i].recomputed, reverse=True)
     for count in range(len(blocks) + 1):
         if largest_moment(blocks, order[:count], accumulates).total <= free:
@@ -486,11 +490,11 @@ COPIED_PER_SECOND = 25e9  # bytes, host to device, pinned
 
 def aligned(size: int) -> int:
     """Bytes that a storage takes in a slot."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    return math.ceil(size / ALIGNMENT) * ALIGNMENT
 
 
 def spread(count: int, blocks: int) -> tuple[int, ...]:
-    """Return `count` indices of `blocks`, evenly spaced."""
+    """`count` indices of `blocks`, evenly spaced."""
     return tuple((2 * i + 1) * blocks // (2 * count) for i in range(count))
 
 
@@ -512,8 +516,8 @@ def pass_seconds(
 def extra_seconds(
     times: Sequence[tuple[float, float]], codes: Sequence[int], streamed: Collection[int], recomputed: Collection[int]
 ) -> float:
-    """What streaming and recomputing these blocks adds to a step."""
-    again = sum(times[i][0] for i in recomputed)
-    forward, backward = (sum(column) for column in zip(*times, strict=True))
+    """Seconds that streaming and recomputing these blocks adds to a step; copies run beside products."""
+    forward_times, backward_times = zip(*times, strict=True)
+    again = sum(forward_times[i] for i in recomputed)
     copies = sum(codes[i] for i in streamed) / COPIED_PER_SECOND
-    return again + max(0.0, copies - forward) + max(0.0, copies - backward - again)
+    return again + max(0.0, copies - sum(forward_times)) + max(0.0, copies - sum(backward_times) - again)
