@@ -47,7 +47,7 @@ from .errors import ResumeError
 STANDALONE, AI_TOOLKIT = "", "aitk"  # folder of a trainer's state in a set
 RECORD_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.pt"
-SHARD_BYTES = 5 * 10**9  # of a file of a whole model; one is made in CPU memory at a time
+SHARD_BYTES = 5 * 10**9  # of a file of a whole model, made in CPU memory one at a time
 REMEDY = "restore it from a backup, or choose another config.name to start over (all that is in this folder stays)"
 EXECUTION_WORDS = {
     "weight_format": "format of the weights",
@@ -169,7 +169,7 @@ def restore_tensors(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor], 
 
 
 def execution_of(transformer: nn.Module) -> dict[str, Any]:
-    """Format of the weights, recomputed blocks; from the first step on GEMMs, attention kernel; empty without COAT."""
+    """Weights' format and recomputed blocks, after the first step GEMMs and attention kernel; empty without COAT."""
     runner = BlockRunner.of(transformer)
     if runner is None:
         return {}
@@ -197,7 +197,7 @@ def keep_execution(transformer: nn.Module, saved: Mapping[str, Any]) -> None:
 
 
 def execution_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Differences between two modes, one line each: from there on results differ by rounding."""
+    """A line for each difference between two modes."""
     return [
         f"Resume: {words} {saved[key]} -> {now[key]}; results differ from here on by rounding"
         for key, words in EXECUTION_WORDS.items()
@@ -207,9 +207,9 @@ def execution_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 
 STRICT = ("model", "data", "network", "seed", "world_size", "batch")
 FREE = ("coat", "train")
-ALLOWABLE = ("data", "seed", "world_size")
+ALLOWABLE = ("data", "seed", "world_size")  # by `coat.resume.allow`
 SHARED = ("world_size", "batch")  # division of a step among processes; harmless if the step is the same
-PIECES, PIECE_BYTES = 16, 1 << 16
+PIECES, PIECE_BYTES = 16, 1 << 16  # of a file, for its digest
 MODEL_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json")
 VERSIONS_FILE = Path("coat") / "versions.json"
 PACKAGES = ("coat-flux", "torch", "triton", "diffusers", "transformers", "peft", "accelerate", "safetensors")
@@ -244,10 +244,10 @@ def data_identity(datasets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         root = Path(dataset["folder_path"])
         settings.append({key: value for key, value in dataset.items() if key not in ("folder_path", "mask_path")})
         extension = "." + dataset.get("caption_ext", "txt").removeprefix(".")
-        if root.is_file():  # a list for ai-toolkit
+        if root.is_file():  # ai-toolkit's list of images
             files[f"{number}/{root.name}"] = file_digest(root)
-        for found in find_images(root, MEDIA_EXTENSIONS):
-            for path in (found, found.with_suffix(extension)):
+        for image in find_images(root, MEDIA_EXTENSIONS):
+            for path in (image, image.with_suffix(extension)):
                 if path.is_file():
                     files[f"{number}/{path.relative_to(root).as_posix()}"] = file_digest(path)
         if dataset.get("mask_path"):
@@ -274,16 +274,14 @@ def file_digest(path: Path) -> str:
 def require_same_run(
     saved: Mapping[str, Any], now: Mapping[str, Any], allow: Collection[str], where: Path | str
 ) -> list[str]:
-    """Return harmless differences from the save in `where`, a line each; ResumeError if others forbid a resume.
-
-    Parts that only one of the two identities has are skipped.
-    """
-    refusals, notes, steps = [], [], []
+    """A line for each harmless difference from the save in `where`; ResumeError if others forbid a resume."""
+    steps = []
     for identity in (saved, now):
         batch = identity.get("batch", {})
         micro_batches = batch.get("gradient_accumulation", 1) * identity.get("world_size", 1)
         steps.append((batch.get("batch_size"), micro_batches))
-    same_step = steps[0] == steps[1]
+    saved_step, step = steps
+    refusals, notes = [], []
     for part in (*STRICT, *FREE):
         if part not in saved or part not in now:
             continue
@@ -294,8 +292,10 @@ def require_same_run(
             changes = _model_differences(old, new)
         else:
             changes = list(differences(part, old, new))
-        same_model = part == "model" and old["fingerprint"] == new["fingerprint"] is not None
-        if part in FREE or part in allow or (part in SHARED and same_step) or same_model:
+        is_harmless = part in FREE or part in allow or (part in SHARED and step == saved_step)
+        if part == "model" and new["fingerprint"] is not None and new["fingerprint"] == old["fingerprint"]:
+            is_harmless = True
+        if is_harmless:
             notes += changes
         else:
             way_out = f", or set coat.resume.allow: [{part}]" if part in ALLOWABLE else ""
@@ -316,7 +316,7 @@ def _model_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list
 
 
 def differences(path: str, saved: Any, now: Any, *, strict: bool = False) -> Iterator[str]:
-    """Each value that differs; `strict`: also keys of one side, which another version may lack, and items of lists."""
+    """A line for each value that differs; `strict`: also for keys of one side only, and for items of lists."""
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
         for key in sorted({*saved, *now}) if strict else saved:
             if strict or key in now:
@@ -329,21 +329,20 @@ def differences(path: str, saved: Any, now: Any, *, strict: bool = False) -> Ite
 
 
 def _data_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    folders = len(saved["settings"]), len(now["settings"])
-    if folders[0] != folders[1]:
-        return [f"data: {folders[0]} -> {folders[1]} datasets"]
+    old_count, new_count = len(saved["settings"]), len(now["settings"])
+    if old_count != new_count:
+        return [f"data: {old_count} -> {new_count} datasets"]
     lines = []
     for number, (old, new) in enumerate(zip(saved["settings"], now["settings"], strict=True)):
         lines += differences(f"datasets[{number}]", old, new)
     before, after = saved["files"], now["files"]
     changed = sorted(path for path in {**before, **after} if before.get(path) != after.get(path))
     if changed:
-        state = "changed"
-        if changed[0] not in before:
+        first = changed[0]
+        state = "changed" if first in after else "missing"
+        if first not in before:
             state = "new"
-        elif changed[0] not in after:
-            state = "missing"
-        number, _, name = changed[0].partition("/")
+        number, _, name = first.partition("/")
         lines.append(
             f"data: {len(changed)} of {len(before)} images and captions differ, {len(after)} are there now; "
             f"first: datasets[{number}] {name} ({state})"
