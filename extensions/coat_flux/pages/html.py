@@ -28,7 +28,7 @@ Band: TypeAlias = Sequence[tuple[float, float, float]]
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 NUMBER = re.compile(r"–|[-+±~<]?(>=)?[\d.,]+(e-?\d+)?( ?(%|dB|GB|MB|s))?")
-SHORT = 12  # characters of a cell, or of a word in a column's name, that are never broken
+SHORT = 12  # characters of a cell or a header's word that is never broken
 STACKED_COLUMNS = 4  # columns from which rows become blocks on a narrow screen
 SMALL_BYTES = 192 * 1024  # of a picture embedded unchanged
 LONGEST_SIDE = 448  # of a picture, in pixels
@@ -37,11 +37,11 @@ MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 STYLE = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 
 SERIES_COLOURS = 8  # --c0 to --c7
-MOST_POINTS = 1200  # per series, more than a screen's columns
-MOST_DOTS = 30  # points of a series that is drawn with dots, too
+MOST_POINTS = 1200  # per series
+MOST_DOTS = 30  # of a series drawn with dots
 TICKS = 6  # approximate number per axis
 SIDE = 1000  # of the drawing, in its own units; 10 are 1 %
-MARGIN = 0.04  # of the y axis, above the highest value and below the lowest
+MARGIN = 0.04  # of the y axis, at both ends
 NOISE = 1e-9  # of divisions that should be whole
 
 
@@ -148,8 +148,8 @@ class Page:
         *,
         y: str,
         log_y: bool = False,
-        band: Mapping[str, Band] | None = None,  # name → (x, low, high), filled in the colour of that series
-        faint: str = "",  # the series drawn thin, behind its smoothed line
+        band: Mapping[str, Band] | None = None,  # name → (x, low, high)
+        faint: str = "",  # the series drawn thin
         marks: Mapping[float, str] | None = None,  # x → label of a dashed vertical line
     ) -> None:
         """Add a line chart over steps, or say that it is empty.
@@ -200,7 +200,7 @@ class Page:
             drawing.append(f'<path class="mark" d="M{place:g} 0V{SIDE}"/>')
             side = " left" if place > SIDE / 2 else ""
             labels.append(f'<span class="note axis{side}" style="left: {place / 10:g}%">{escape(text)}</span>')
-        width = max(len(text) for _, text in ticks) * 0.5 + 0.8  # of the labels on the left
+        width = max(len(text) for _, text in ticks) * 0.5 + 0.8
         paths = "".join(drawing)
         svg = f'<svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" aria-hidden="true">{paths}</svg>'
         plot = f'<div class="plot" style="--ticks: {width:g}rem">{svg}{"".join(labels)}</div>'
