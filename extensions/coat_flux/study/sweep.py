@@ -72,10 +72,10 @@ LONGEST_VALUE, LONGEST_NAME = 24, 100  # characters, in a folder's name
 SAMPLER_SEED = 0
 CLI = Path(__file__).resolve().parents[1] / "cli"
 POLL_SECONDS = 0.5
-END_SECONDS = 10.0  # grace period of a run that must end at once
-LOG_TAIL = 40  # lines searched for the reason of a failure
+END_SECONDS = 10.0  # grace period at a second Ctrl+C
+LOG_TAIL = 40  # lines searched for an error
 SIGMAS = 2.0  # of a tie, at most
-PICTURED = 6  # trials whose samples are shown, by their first seed
+PICTURED = 6  # trials whose samples are shown
 HOW = (
     "Each combination was trained as an ordinary run. Its loss is measured on photos that no trial is trained on, with "
     "the same noise for all, in its own precision. Ranked by the last loss, the mean over seeds."
@@ -204,7 +204,7 @@ class Sweep:
         for key, values in self._values.items():
             variants += [{**first, key: value} for value in values.values()]
         for check, cases in ((check_job_dict, variants), (check_models, [first])):
-            lines: dict[str, None] = {}  # in order, each once
+            lines: dict[str, None] = {}
             for settings in cases:
                 raw = load_job_yaml(config, name="trial")
                 self._change(raw["config"]["process"][0], settings, seeds[0])
@@ -425,7 +425,7 @@ def tie(trial: Trial, best: Trial, spread: float | None) -> bool:
 
 
 def lowest(trial: Trial) -> tuple[float, float]:
-    """(step, loss) at the minimum of the mean curve of a trial's finished seeds."""
+    """(step, loss) at the minimum of the mean over finished seeds."""
     mean = mean_curve([run.curve for run in trial.finished])
     return min(((step, loss) for step, loss, _ in mean), key=lambda point: point[1])
 
