@@ -34,9 +34,9 @@ from .job import JobFacts, save_space
 PARTS = (
     "transformer", "lora", "gradients", "optimizer", "ema", "saved activations", "text encoders", "vae", "workspace",
 )  # fmt: skip
-LIBRARY_WORKSPACE = {True: 0, False: 32 * 2**20}  # by `on_cpu`: none; cuBLAS's on a Hopper GPU, the largest of all
-PROCESS_RAM = {True: 0.6e9, False: 3e9}  # by `on_cpu`, of Python and the libraries alone: measured; with CUDA's
-OPTIMIZER_BUFFERS = 8  # fp32 buffers of a chunk while FP8AdamW updates it: w, g, m, v, and four temporaries
+LIBRARY_WORKSPACE = {True: 0, False: 32 * 2**20}  # by `on_cpu`: none; cuBLAS's on a Hopper GPU, the most
+PROCESS_RAM = {True: 0.6e9, False: 3e9}  # of Python and the libraries, by `on_cpu`: measured; with CUDA's
+OPTIMIZER_BUFFERS = 8  # fp32 buffers of FP8AdamW's chunk: w, g, m, v, four temporaries
 QUANTIZED_BYTES = 8  # per element while a weight becomes FP8: two fp32 copies
 
 
@@ -56,7 +56,7 @@ class Prediction:
 def predict(facts: JobFacts, device_bytes: float | None = None, recomputed: Sequence[int] | None = None) -> Prediction:
     """Predict a job's memory on a device of so many bytes; `recomputed` overrides the config's choice."""
     plan = block_plan(facts, device_bytes, recomputed)
-    # from the first step on: transposed weights come, codes leave for CPU memory, adapters have copies
+    # steps add transposed weights and copies of adapters, and move codes to CPU memory
     changes = {"transformer": plan.transposed_bytes - plan.freed_bytes, "workspace": plan.shadow_bytes}
     phases = {"load": _load(facts, plan), "cache": _cache(facts, device_bytes)}
     if sample := _sample(facts):
@@ -123,7 +123,7 @@ def _step(facts: JobFacts, plan: BlockPlan) -> dict[str, int]:
     update = _update(facts)
     if update.total > moment.total + around:
         moment, around = update, 0
-    if facts.frees_gradients:  # one gradient, which is in the workspace so far, and its update's buffers
+    if facts.frees_gradients:  # one at a time, out of the workspace
         largest = min(facts.value_bytes * max(facts.trained.values(), default=0), moment.workspace)
         moment = moment._replace(gradients=largest, workspace=moment.workspace - largest + update.workspace)
     needs = {
