@@ -154,7 +154,7 @@ class CastProbe(TorchDispatchMode):
             self._block = ".".join(layers[0].split(".")[:2])
 
     def _layers_of(self, weight: Tensor) -> list[str]:
-        """Layers whose weight, or its codes, are in `weight`: several if the first pass has joined their weights."""
+        """Layers whose weight or codes are in `weight`, several if the first pass joined them."""
         start, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes
         layers = []
         for layer, module in self._linears:
@@ -191,7 +191,7 @@ class CastProbe(TorchDispatchMode):
 
 
 def _sampled_blocks(update: Any) -> tuple[Tensor, list[int], Tensor]:
-    """Sampled blocks: rows in the moments, their number for each parameter, and gradients fp32 [n, B]."""
+    """Sampled blocks: rows, their number by parameter, gradients fp32 [n, B]."""
     size = update.exp_avg.shape[1]
     rows: list[int] = []
     counts, grads = [], []
@@ -199,7 +199,7 @@ def _sampled_blocks(update: Any) -> tuple[Tensor, list[int], Tensor]:
         flat = grad.detach().reshape(-1)
         if flat.numel() < size:
             flat = nn.functional.pad(flat, (0, size - flat.numel()))
-        blocks = flat[: flat.numel() // size * size].view(-1, size)  # a last one that is not full is left out
+        blocks = flat[: flat.numel() // size * size].view(-1, size)  # whole ones
         step = math.ceil(len(blocks) / MOMENT_BLOCKS)
         rows += range(first, first + len(blocks), step)
         grads.append(blocks[::step].to(torch.float32))
@@ -222,7 +222,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def row_of(step: int, layer: str, kind: str, casts: Sequence[tuple[Sequence[float], int]]) -> CastPrecision:
-    """One row of casts, each with its elements: the worst shares, and the mean noise by elements."""
+    """Casts, each with its elements, as one row: worst shares, mean noise by elements."""
     saturation = underflow = noise_sum = 0.0
     elements = measured = 0
     for (saturated, underflown, noise), size in casts:
@@ -258,7 +258,7 @@ def as_cells(row: CastPrecision) -> list[str]:
 
 
 def read_rows(path: Path) -> list[CastPrecision]:
-    """Rows of `precision.csv`, if there is one; OSError if unreadable, ValueError (with file and line) if malformed."""
+    """Rows of `precision.csv`, if there is one; OSError if unreadable, ValueError if malformed."""
     rows: list[CastPrecision] = []
     if not path.exists():
         return rows
@@ -293,7 +293,7 @@ def health_line(rows: Sequence[CastPrecision]) -> str:
 
 
 def health_verdict(rows: Sequence[CastPrecision], options: GuardOptions) -> str | None:
-    """The worst cast and what to change, if its saturation or underflow exceeds the limit; else None."""
+    """The worst cast and what to change, if a share exceeds its limit; else None."""
     for loss, limit in (("saturation", options.max_saturation), ("underflow", options.max_underflow)):
         worst = max(rows, key=attrgetter(loss))
         share = getattr(worst, loss)
