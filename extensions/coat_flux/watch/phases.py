@@ -54,7 +54,7 @@ STEP_MOMENTS = {  # moment of a step → the work that follows it
 }
 MOMENTS = ("before_training", "before_sampling", "after_sampling")
 COUNTED = 2  # first steps, whose saved activations are counted where there is no CUDA allocator
-COUNTS = 6  # unconditional counts of parts, per phase; later ones need more memory in use than at any so far
+COUNTS = 6  # of parts, unconditional in each phase; later ones need more memory in use
 METHODS = {
     "cuda": {
         "memory": "torch's CUDA allocator",
@@ -260,7 +260,7 @@ class PhaseTracker:
         self._moments[name] = {**used, "peak": max(used["allocated"], self.peak)}
 
     def _count_parts(self, measured: dict[str, int] | None = None, *, always: bool = False) -> None:
-        """Count all parts, `COUNTS` times in a phase, then only if more is allocated; `measured` ones as they are."""
+        """Count parts but `measured` ones, `COUNTS` times in a phase, then only if more is allocated."""
         if self._now is None:
             return
         self._update()
