@@ -47,7 +47,7 @@ from .models import first_measured
 logger = logging.getLogger(__name__)
 
 MEASURED = "the fastest of those that were measured"  # for the start table, which has no numbers of one run
-TORCHS_CHOICE = "torch's choice"  # begins the reason where torch selects the kernel
+TORCHS_CHOICE = "torch's choice"  # begins such a reason
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class GemmPick:
         self._resumed: str | None = None
         # linears with FP8 GEMMs at the first `set`, and the name of the attribute with their config
         self._linears: list[tuple[Any, str]] | None = None
-        self.image_tokens = 0  # of the run's largest images, timed even if the first batch is smaller
+        self.image_tokens = 0  # of the run's largest images, which are timed
 
     def keep(self, gemm: str) -> None:
         """Reuse the GEMM of the resumed run, for equal rounding, unless the config forbids it now."""
@@ -407,7 +407,7 @@ def keep_results(key: str, results: Mapping[str, Any]) -> None:
 
 
 def kept_results() -> dict[str, dict[str, Any]]:
-    """The results in the file, by key; empty if it is missing or damaged."""
+    """The results so far, by key."""
     try:
         content = json.loads(cache_file().read_text(encoding="utf-8"))
     except FileNotFoundError:
