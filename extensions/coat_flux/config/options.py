@@ -31,7 +31,7 @@ class OptionError(Exception):
 
 @dataclass(frozen=True)
 class Option:
-    """One key of a config: a value of its `kind`, within the limits of each number in it."""
+    """One key of a config."""
 
     key: str  # dotted if nested
     default: Any
@@ -122,7 +122,7 @@ class Option:
         raise self.error("write a value in that range" if example is None else f"write {show(example)}, for example")
 
     def _limits(self) -> list[tuple[Callable[[Any, Any], bool], str, Any]]:
-        """The limits that are set, in the order of `LIMITS`: the test of a value, the words, the limit."""
+        """Of each limit that is set: the test of a value, the words, the limit."""
         limits = [(holds, words, getattr(self, name)) for name, (holds, words) in LIMITS.items()]
         return [(holds, words, limit) for holds, words, limit in limits if limit is not None]
 
@@ -159,7 +159,7 @@ def blocks(cls: type) -> Any:
     return field(default=(), metadata={"blocks": cls})
 
 
-# field of `Option` → whether a value keeps the limit, and its words in a rule
+# field of `Option` → whether a value keeps it, its words in a rule
 LIMITS = {
     "minimum": (operator.ge, "of at least {:g}"),
     "maximum": (operator.le, "of at most {:g}"),
