@@ -44,7 +44,7 @@ class CardFit:
             facts = JobFacts(job, facts)
         self.card, self.prediction = card, predict(facts, memory)  # of the unchanged job
         self.fits = self.prediction.peak <= card.room
-        self.changes: list[Change] = []  # that together make it fit; empty if it fits, or if none do
+        self.changes: list[Change] = []  # that make it fit; none if it fits, or cannot
         self.changed: Prediction | None = None  # of the job with these changes
         self.step_seconds: float | None = None
         self.run_seconds: float | None = None
@@ -135,7 +135,7 @@ def _applied(job: JobConfig, edits: Sequence[Edit]) -> list[Change]:
 
 
 def _with(config: Any, values: dict[str, Any]) -> Any:
-    """A copy with these values, by dotted names of nested dataclasses' fields."""
+    """A copy with these values, by dotted key."""
     for path, value in values.items():
         name, _, rest = path.partition(".")
         config = replace(config, **{name: _with(getattr(config, name), {rest: value}) if rest else value})
