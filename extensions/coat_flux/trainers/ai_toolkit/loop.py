@@ -428,7 +428,7 @@ class Team(Processes):
         self.wait()
 
     def sum_gradients(self, params: Iterable[nn.Parameter]) -> None:
-        """Combine gradients as ai-toolkit combines those of accumulated batches: from 0.13 on by their mean."""
+        """Combine gradients as ai-toolkit does those of accumulated batches: their mean from 0.13 on."""
         params = list(params)
         super().sum_gradients(params)
         if self.averages and self.size > 1:
