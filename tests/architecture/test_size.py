@@ -12,7 +12,7 @@ TEXTS = {source.module: source.path.read_text(encoding="utf-8") for source in SO
 LIMITS = {  # lower them when the house has become smaller
     "lines": 38_374,
     "files": 195,
-    "characters in 100 lines": 4_533,
+    "characters in 100 lines": 4_531,
     "functions of four lines or fewer": 464,
     "private functions called once in their file": 245,
     "dataclasses and named tuples": 107,
