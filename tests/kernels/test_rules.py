@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from coat_core.granularity import PER_ROW, PER_TENSOR, per_group
-from coat_core.ops import device as launching
 from coat_core.ops import dispatch, gate, gelu, lora, norm, scaled_mm
 from coat_core.ops import quantize as codes
 from coat_core.quantize import quantize
@@ -127,8 +126,8 @@ def test_two_launches_agree():
 @pytest.mark.triton
 @pytest.mark.parametrize("programs", [2, 5])
 def test_backward_kernels_share_rows_among_programs(programs, device, monkeypatch):
-    monkeypatch.setattr(launching, "PROGRAMS", programs)
-    monkeypatch.setattr(launching, "TILE_ELEMENTS", 128)  # two rows at once
+    monkeypatch.setattr("coat_core.ops.device.PROGRAMS", programs)
+    monkeypatch.setattr("coat_core.ops.device.TILE_ELEMENTS", 128)  # two rows at once
     grad, x, of_image = torch.randn(2, 13, 48), torch.randn(2, 13, 48), torch.randn(2, 48)
     gated = (grad, of_image, x, None, 128, FP32, "e5m2", "per_row")
     for op, args in (

@@ -13,7 +13,6 @@ from coat_flux.bench.runner import named
 from coat_flux.doctor import on_gpu
 from scripts import _gpu_kernels, gpu_check
 from scripts._gpu_trainer import measure_trainer
-from tests.helpers.kernel_cases import CASES
 
 ROOT = Path(__file__).resolve().parents[2]
 # stands for a process of a row, which its name describes: some end it, "hang" waits, "items" ends in its first item
@@ -121,6 +120,8 @@ def test_a_broken_row_costs_itself_alone_and_the_page_says_so(bench):
 @pytest.mark.triton
 def test_a_dry_run_executes_every_kind_of_stage(bench, tmp_path, monkeypatch):
     """The processes of stages run in this one, but for the tests'; kernels are those of one launcher."""
+    from tests.helpers.kernel_cases import CASES
+
     monkeypatch.setattr(on_gpu, "SHAPES", ((1, 1),))
     mains = {
         gpu_check.PRODUCTS: lambda: worker.main(on_gpu.run),
