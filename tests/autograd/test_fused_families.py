@@ -130,7 +130,7 @@ def test_ai_toolkits_own_blocks_and_lora():
 
 @pytest.mark.parametrize("name", ["z-image", "sd3's last", "flux2 single", "krea2", "krea2 text"])
 def test_in_fp8_every_gradient_is_within_flux1s_bounds(name):
-    """Weights, products and kept tensors; at the small width of tests/integration/test_bench_memory.py."""
+    """Weights, products and kept tensors; at the small width of tests/integration/test_apply_coat.py."""
     if name not in FAMILIES:
         pytest.skip(f"this diffusers' {name} block has no reader")
     exact = made(name, torch.bfloat16, FAMILIES[name].small, (32, 96), rank=16)
