@@ -25,10 +25,7 @@ from tests.helpers.dry_gpu.card import CARD
 from tests.helpers.families import FAMILIES, OTHERS, made, results
 from tests.helpers.guard_limits import set_limits
 
-pytestmark = [
-    pytest.mark.triton,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/integration/test_gpu_step.py"),
-]
+pytestmark = [pytest.mark.triton, pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")]
 
 
 # without what takes time and has a test of its own: the measurement, and the second step's look at the casts

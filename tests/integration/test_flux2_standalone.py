@@ -24,9 +24,7 @@ from tests.helpers.asserts import assert_all_bitwise, assert_bitwise
 from tests.helpers.engine_job import engine_job, tiny_place
 from tests.helpers.flux2_folder import TOKENS, write_flux2
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(diffusers, "Flux2KleinPipeline"), reason="this diffusers has no FLUX.2 klein; 0.37 has"
-)
+pytestmark = pytest.mark.skipif(not hasattr(diffusers, "Flux2KleinPipeline"), reason="diffusers 0.37 has FLUX.2 klein")
 
 
 @pytest.fixture(scope="module")

@@ -250,9 +250,7 @@ def test_a_files_numbers_are_kept_or_their_loss_is_said(wide, diffusers_reader, 
     coat = COATConfig.from_dict({"weight": {"granularity": granularity}})
     model = load_transformer(str(path), BF16, coat, log=lines.append)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, FP8Linear)}
-    kept = [
-        name for name, each in linears.items() if torch.equal(read_weight(each, each.config), meant[f"{name}.weight"])
-    ]
+    kept = [name for name, m in linears.items() if torch.equal(read_weight(m, m.config), meant[f"{name}.weight"])]
     (line,) = lines
     assert f"{len(kept)} are used as they are" in line
     section = ModelSection(name_or_path=str(path))

@@ -90,7 +90,7 @@ def predicted(model: Any, tokens: Tokens, settings: FlowSettings) -> tuple[int, 
     return kept + around, largest_moment(sizes, recomputed).total + around
 
 
-NONE = {"checkpointing": "none"}
+NONE, ALL = {"checkpointing": "none"}, {"checkpointing": "all"}
 BF16_ATTENTION = {"attention": "bf16", "group_size": 32}
 ROWS = {"flow": "generic", "attention": "bf16", "group_size": 16, "linear_granularity": "per_row"}
 # coat: → heads, their width, double and single blocks, rank, names of the linears with LoRA; the tokens
@@ -150,14 +150,7 @@ def meta_as_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "block",
-    [
-        {"enabled": False},
-        {"memory": NONE},
-        {"memory": {"checkpointing": "all"}},
-        {"memory": {"checkpointing": "all"}, "weight": {"format": "nvfp4"}},
-    ],
-    ids=["bf16", "fused", "all recompute", "all recompute, nvfp4"],
+    "block", [{"enabled": False}, {"memory": NONE}, {"memory": ALL}, {"memory": ALL, "weight": {"format": "nvfp4"}}]
 )
 @pytest.mark.usefixtures("meta_as_gpu")
 def test_largest_moment_of_a_step_is_as_predicted(block):
@@ -176,14 +169,10 @@ def test_largest_moment_of_a_step_is_as_predicted(block):
     assert peak == pytest.approx(held.peak, rel=PLAN_MOMENT_RTOL)
 
 
-FULL = {"memory": {"checkpointing": "all"}, "activation": {"flow": "generic"}}
+FULL = {"memory": ALL, "activation": {"flow": "generic"}}
 
 
-@pytest.mark.parametrize(
-    ("device", "frees"),
-    [("meta", True), ("meta", False), ("cpu", True)],
-    ids=["updated in backward", "all gradients first", "on a CPU"],
-)
+@pytest.mark.parametrize(("device", "frees"), [("meta", True), ("meta", False), ("cpu", True)])
 @pytest.mark.usefixtures("meta_as_gpu")
 def test_bytes_of_full_fine_tuning_are_as_predicted(device, frees):
     """A step at FLUX.1's width: weights, codes, moments, the largest gradient or all, and saved activations."""

@@ -21,10 +21,7 @@ from tests.helpers.operators import as_on_cuda
 from tests.helpers.option_run import Run
 
 CPU = torch.device("cpu")
-interpreted = [
-    pytest.mark.triton,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs kernels where there is no GPU"),
-]
+interpreted = [pytest.mark.triton, pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")]
 
 
 @pytest.fixture(autouse=True)

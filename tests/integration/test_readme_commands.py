@@ -51,9 +51,8 @@ def commands(*pages: Path) -> list[str]:
 
 
 def _run(command: list[str], cwd: Path, **environment: str) -> str:
-    done = subprocess.run(
-        command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, check=False
-    )
+    whole = {**os.environ, **environment}
+    done = subprocess.run(command, cwd=cwd, env=whole, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
