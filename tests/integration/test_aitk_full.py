@@ -33,16 +33,12 @@ def _load(folder: Path) -> Any:
     return FluxTransformer2DModel.from_pretrained(folder, subfolder="transformer", torch_dtype=torch.bfloat16)
 
 
-def _process(folder: Path) -> Any:
-    """What `FullModel` reads of a process whose model is loaded."""
+def _converted(host: Host, folder: Path) -> tuple[Any, Any]:
+    """What `FullModel` reads of a process whose model is loaded, and the `FullModel`."""
+    host.start()
     config = SimpleNamespace(name_or_path=str(folder), quantize=False, qtype="half", arch="flux")
     coat = COATConfig.from_dict({"include": INCLUDE, "exclude": EXCLUDE, "activation": {"flow": "generic"}})
-    return SimpleNamespace(sd=SimpleNamespace(unet=_load(folder)), model_config=config, coat=coat)
-
-
-def _converted(host: Host, folder: Path) -> tuple[Any, Any]:
-    host.start()
-    process = _process(folder)
+    process = SimpleNamespace(sd=SimpleNamespace(unet=_load(folder)), model_config=config, coat=coat)
     full = host.load("coat_flux.trainers.ai_toolkit.full").FullModel(process)
     host.load("coat_flux.trainers.ai_toolkit.quantizer").convert_model(process, [], full.linears)
     apply_coat(process.sd.unet, process.coat, device="cpu", trained=full.linears)

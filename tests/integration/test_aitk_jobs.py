@@ -288,7 +288,6 @@ def test_failed_resume_ends_the_run(host, monkeypatch, capsys):
 
 # -- what is refused -------------------------------------------------------------------------------------------------
 PROCESS = "jobs/process/BaseSDTrainProcess.py"
-AT = r"config\.process\[0\]\."
 
 
 def test_setting_is_refused_before_the_model_loads(host, monkeypatch):
@@ -299,7 +298,7 @@ def test_setting_is_refused_before_the_model_loads(host, monkeypatch):
         ({"coat": {"enabeld": True}}, r"coat\.enabeld: .*'enabled'"),
         ({"model": {**COAT_ENTRY["model"], "name_or_path": "photos"}}, r"model\.name_or_path='photos': "),
     ):
-        with pytest.raises(ConfigError, match=rf"(?m)^configs/mine\.yaml: {AT}{message}"):
+        with pytest.raises(ConfigError, match=rf"(?m)^configs/mine\.yaml: config\.process\[0\]\.{message}"):
             host.run(**{**COAT_ENTRY, **change})
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="ACCELERATE_USE_CPU"):
