@@ -25,6 +25,7 @@ from coat_flux.plan.job import JobFacts
 from coat_flux.plan.predict import optimizer_bytes
 from coat_flux.saves.commit import newest_set
 from coat_flux.saves.errors import ResumeError
+from coat_flux.trainers.standalone import session
 from coat_flux.trainers.standalone.flow_matching import Objective
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.guard import DeadRunError
@@ -118,7 +119,7 @@ def test_a_finished_run_is_left_alone_and_one_with_more_steps_says_what_changed(
     assert len(rows(final.parent)) == 5
     assert float(rows(final.parent)[-1]["lr"]) == 5e-4
     group = torch.load(final.parent / "optimizer.pt", weights_only=True)["param_groups"][0]
-    assert group["weight_decay"] == 0.5
+    assert (group["weight_decay"], group["eps"]) == (0.5, 1e-6)
     run, file = final.parent, "optimizer.pt"
     for folder in (run / "coat").glob("state-*"):
         (folder / file).write_bytes((folder / file).read_bytes()[:-20])
@@ -291,7 +292,9 @@ def test_a_failure_of_wandb_ends_no_run_and_a_missing_one_is_told_before_the_mod
         COATTrainer(logged).train()
 
 
-def test_fp32_takes_the_same_course(place, four):
+def test_fp32_takes_the_same_course_and_coat_off_leaves_no_part_of_it(place, four, monkeypatch):
+    for part in ("apply_coat", "attach_lora"):
+        monkeypatch.setattr(session, part, lambda *_, **__: pytest.fail("COAT is off"))
     single = train("single", place, train={"steps": 2, "lr_scheduler": "cosine", "dtype": "fp32"})
     for bf16, fp32 in zip(losses(four.parent), losses(single.parent), strict=False):
         assert float(bf16) == pytest.approx(float(fp32), rel=tolerances.BF16_LOSS_RTOL)
