@@ -139,9 +139,10 @@ PACKED_GRADIENT_COSINE = 0.99
 ARCHITECTURE_KEPT_RATIO = {"UNet": (2.5, 10.5), "transformer": (2.5, 13.0)}
 # Small models of every arch of ai-toolkit (tests/helpers/aitk_archs.py): cosine of all LoRA gradients together with
 # bf16's; of the adapter with the lowest; and bytes that the blocks keep in bf16 over COAT's. Measured at least 0.9930,
-# 0.9252, 2.5, of UNets 0.9978, 0.9827 and 2.7: docs/models.md.
+# 0.9252, 2.5, of UNets 0.9976, 0.9710 and 2.7: docs/models.md. A UNet's lowest is the A of self-attention's v, as
+# above: by instruction set 0.9721 (AVX-512 with bf16), 0.9710 (without), 0.9800 (AVX2), 0.9827 on another CPU.
 ARCH_GRADIENT_COSINE = 0.99
-ARCH_LOWEST_COSINE = {"UNet": 0.98, "transformer": 0.9}
+ARCH_LOWEST_COSINE = {"UNet": 0.95, "transformer": 0.9}
 ARCH_FEWER_BYTES = {"UNet": 2.6, "transformer": 2.5}
 
 # Tiny FLUX, every adapter's gradient, GPU against CPU: sums in another order move values across FP8 codes, as compiling
