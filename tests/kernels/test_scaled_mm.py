@@ -145,6 +145,14 @@ def test_it_keeps_torch_library_rules(device):
     torch.library.opcheck(scaled_mm._opoverload, args, test_utils="test_aot_dispatch_dynamic")
 
 
+def test_a_cpu_multiplies_everything_and_a_broken_device_says_why():
+    e4m3 = torch.float8_e4m3fn
+    assert unsupported_reason(torch.device("cpu"), e4m3, e4m3, True) is None
+    reason = unsupported_reason(torch.device("mps"), e4m3, e4m3, False)
+    if not torch.backends.mps.is_available():
+        assert reason.startswith("mps: ")
+
+
 def test_running_out_of_memory_is_not_taken_for_missing_fp8(monkeypatch):
     def full(*_: object, **__: object) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
