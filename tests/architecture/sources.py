@@ -66,7 +66,8 @@ def _called_name(call: ast.Call) -> str:
     return function.id if isinstance(function, ast.Name) else ""
 
 
-def _read(folder: Path, package: str) -> list[Source]:
+def read_sources(folder: Path, package: str) -> list[Source]:
+    """Every file of a folder, which is imported as `package`."""
     sources = []
     for path in sorted(folder.rglob("*.py")):
         parts = [package, *path.relative_to(folder).with_suffix("").parts]
@@ -78,7 +79,7 @@ def _read(folder: Path, package: str) -> list[Source]:
 
 def library_sources() -> list[Source]:
     """Every file of coat_core and coat_flux."""
-    return _read(ROOT / "coat_core", "coat_core") + _read(FLUX_DIR, "coat_flux")
+    return read_sources(ROOT / "coat_core", "coat_core") + read_sources(FLUX_DIR, "coat_flux")
 
 
 def repository_files() -> list[Path]:
