@@ -130,6 +130,8 @@ def test_photos_are_taken_evenly_pixels_come_back_and_a_mask_is_the_upper_half_o
     assert len(fidelity.evenly(range(99))) == fidelity.MOST_PHOTOS
     picture = np.array(striped())
     assert (fidelity.to_picture(torch.from_numpy(picture).permute(2, 0, 1)[None].float() / 127.5 - 1) == picture).all()
+    beyond = torch.tensor([-1.4, 1.4]).expand(1, 3, 1, 2)  # as a VAE decodes
+    assert fidelity.to_picture(beyond).tolist() == [[[0] * 3, [255] * 3]]
     assert fidelity.upper_half(torch.tensor([[0.1, 0.3], [0.9, 1.0]])).tolist() == [[False, False], [True, True]]
     for level in (0.0, 1.0):  # one level is the whole photo
         assert fidelity.upper_half(torch.full((2, 2), level)).all()
