@@ -133,7 +133,9 @@ def test_the_step_is_explained_and_the_retry_recomputes_every_block(recomputing,
     assert less == recomputing.kept_bytes()
 
 
-def test_transposed_weights_go_first_and_change_nothing():
+def test_transposed_weights_go_first_and_change_nothing(monkeypatch):
+    released: list[str] = []
+    monkeypatch.setattr("coat_flux.watch.oom.release_memory", lambda: released.append("to the device"))
     training, expected = Training({}), Training({})
     runner = BlockRunner.of(training.model)
     training.step()
@@ -149,6 +151,7 @@ def test_transposed_weights_go_first_and_change_nothing():
     expected.step()
     assert_all_bitwise(training.weights(), expected.weights())
     assert "all 4 blocks recompute" in recompute_more(training.model)
+    assert len(released) == 2
 
 
 def test_what_config_or_trainer_fix_and_a_model_without_blocks_stay_unchanged():
@@ -243,6 +246,8 @@ def test_gaps_and_other_processes_are_named_with_what_to_do(card, monkeypatch):
 def test_the_phase_is_the_one_that_the_error_left(card):
     phases = PhaseTracker(CUDA, None)
     phases.enter("step")
+    first = explain_oom(torch.OutOfMemoryError(MESSAGE), phases, lambda: 1 / 0)  # at no moment of a step yet
+    assert first.startswith("Out of memory in the phase step: ")
     with contextlib.suppress(torch.OutOfMemoryError), phases.during("sample"):
         raise torch.OutOfMemoryError(MESSAGE)
     assert phases.under_way == "sample"
