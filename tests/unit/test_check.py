@@ -14,7 +14,7 @@ from coat_flux.cli.entry import main
 from coat_flux.config.ai_toolkit_keys import BLOCKS, OWN_ROWS, PROCESS, ROWS, SOURCES, VERSION, Toolkit, find_toolkit
 from coat_flux.config.check import check_job_dict
 from coat_flux.config.coat import DataOptions
-from coat_flux.config.findings import ConfigError
+from coat_flux.config.findings import ConfigError, Finding
 from coat_flux.config.job import JobConfig
 from coat_flux.config.options import block_of, config_fields
 from tests.reliability.bad_configs import BOTH, Changes, check_job_file, job_with, yaml_of
@@ -27,6 +27,12 @@ def findings(changes: Changes, trainer: str = "standalone", **keywords: Any) -> 
     """(severity, key within the process entry, text) of each finding."""
     items = check_job_dict(job_with(changes), file="f.yaml", trainer=trainer, **keywords)
     return [(item.severity, item.key.removeprefix("config.process[0]."), item.text) for item in items]
+
+
+def test_a_finding_has_file_key_value_rule_and_remedy():
+    (item,) = check_job_dict(job_with({"train.steps": 0}), file="f.yaml")
+    text = "must be a whole number of at least 1; write 1000, for example"
+    assert item == Finding("error", "f.yaml", "config.process[0].train.steps", "0", text)
 
 
 def test_errors_come_before_warnings_and_what_follows_from_a_mistake_is_no_second_one():
