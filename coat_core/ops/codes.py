@@ -69,7 +69,10 @@ def values_of(x: Tensor, scale: Tensor | None, group_size: int, dtype: torch.dty
 
 
 def with_adapter(y: Tensor, h: Tensor | None, up: Tensor | None) -> Tensor:
-    """Return y [..., N] + h upᵀ, all of one dtype; y itself without an adapter."""
+    """Return y [..., N] + h upᵀ, all of one dtype; y itself without an adapter.
+
+    h [..., n·r] and up [N, r] are those of n adapters, each on an equal share of y's columns.
+    """
     if h is None or up is None:
         return y
     parts = h.shape[-1] // up.shape[-1]

@@ -145,7 +145,10 @@ class PackedState:
         self._key = _key_of(state)
 
     def draw_from(self, seed: int, places: dict[int, tuple[int, int]], moments: bool, parameters: bool) -> None:
-        """Draw from `seed` from now on: exp_avg_sq, parameters in bf16 and fp16, or both; `places`: see `FP8AdamW`."""
+        """Draw from `seed` from now on, for exp_avg_sq, for parameters in bf16 and fp16, or for both; without a sync.
+
+        `places`, by id: each parameter's number and, for a shard, the number of its first element in the whole.
+        """
         self.seed = seed
         seeds = {"draws": seed} if moments else {}
         if parameters:

@@ -1,4 +1,4 @@
-"""Linears that ai-toolkit quantized its own way stay as they are, in the fused flow as in the generic one."""
+"""Linears that ai-toolkit quantized its own way are left alone, in the fused flow and in the generic one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Tiny models with random weights in the layouts that ai-toolkit's own loaders read: `python aitk_folders.py FOLDER`.
 
 Run in ai-toolkit's environment with AI_TOOLKIT_ROOT; FOLDER is the working directory of the jobs to come. Its loaders
-run as they are, but for the sizes that its code holds, which an extension replaces at the start of each job
+run unchanged except for the sizes that its code holds, which an extension replaces at the start of each job
 (`substitute`). `Qwen` holds what is named on the hub, and is found first.
 """
 

@@ -258,7 +258,7 @@ def as_cells(row: CastPrecision) -> list[str]:
 
 
 def read_rows(path: Path) -> list[CastPrecision]:
-    """Rows of `precision.csv`, if there is one; OSError if unreadable, ValueError if malformed."""
+    """Rows of `precision.csv`, if there is one; OSError if unreadable, ValueError (with its line) if malformed."""
     rows: list[CastPrecision] = []
     if not path.exists():
         return rows

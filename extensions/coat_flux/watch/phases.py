@@ -53,7 +53,7 @@ STEP_MOMENTS = {  # moment of a step → the work that follows it
     "after_optimizer_step": "after the optimizer's update",
 }
 MOMENTS = ("before_training", "before_sampling", "after_sampling")
-COUNTED = 2  # first steps, whose saved activations are counted where there is no CUDA allocator
+COUNTED = 2  # first steps, whose saved activations are counted on a device without the CUDA allocator
 COUNTS = 6  # of parts, unconditional in each phase; later ones need more memory in use
 METHODS = {
     "cuda": {
