@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from aitk_models import MODELS, draw_weights
+from aitk_models import MODELS, draw_weights, in_bf16, quantize_as_host
 from toolkit_lora import real_network
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -35,22 +35,8 @@ def made(arch: str, qtype: str = "") -> tuple[nn.Module, dict[str, Any]]:
     model, inputs = MODELS[arch]()
     draw_weights(model)
     if qtype:
-        from optimum.quanto import freeze
-        from toolkit.util.quantize import get_qtype, quantize
-
-        quantize(model, weights=get_qtype(qtype))
-        freeze(model)
+        quantize_as_host(model, qtype)
     return model.requires_grad_(False).train(), in_bf16(inputs)
-
-
-def in_bf16(value: Any) -> Any:
-    """Cast floating tensors, but for positions and rotary tables."""
-    if isinstance(value, dict):
-        exact = ("ids", "pos", "freqs")
-        return {key: x if any(word in key for word in exact) else in_bf16(x) for key, x in value.items()}
-    if isinstance(value, Tensor):
-        return value.to(torch.bfloat16) if value.is_floating_point() else value
-    return [in_bf16(x) for x in value] if isinstance(value, list) else value
 
 
 def with_lora(model: nn.Module, blocks: tuple[str, ...], options: dict[str, Any]) -> Any:

@@ -40,6 +40,24 @@ def draw_weights(model: nn.Module) -> nn.Module:
     return nn.Module.to(model, torch.bfloat16)
 
 
+def quantize_as_host(model: nn.Module, qtype: str) -> None:
+    from optimum.quanto import freeze
+    from toolkit.util.quantize import get_qtype, quantize
+
+    quantize(model, weights=get_qtype(qtype))
+    freeze(model)
+
+
+def in_bf16(value: Any) -> Any:
+    """Cast floating tensors, but for positions and rotary tables."""
+    if isinstance(value, dict):
+        exact = ("ids", "pos", "freqs")
+        return {key: x if any(word in key for word in exact) else in_bf16(x) for key, x in value.items()}
+    if isinstance(value, Tensor):
+        return value.to(torch.bfloat16) if value.is_floating_point() else value
+    return [in_bf16(x) for x in value] if isinstance(value, list) else value
+
+
 def grid(axes: int = 3) -> Tensor:
     """Positions [256, axes] of image tokens: 0, row, column."""
     rows, columns = torch.meshgrid(torch.arange(SIDE), torch.arange(SIDE), indexing="ij")
@@ -106,6 +124,13 @@ def chroma(path: str = "chroma.src.model", image: Tensor = TOKENS, **more: Any) 
         "img": image, "img_ids": grid()[None], "txt": STATES, "txt_ids": torch.zeros(1, TEXT, 3),
         "txt_mask": SOME_TEXT.float(), "timesteps": TIME, "guidance": torch.zeros(1),
     }  # fmt: skip
+
+
+def chroma_of_diffusers() -> Made:
+    sizes = {"in_channels": 16, "joint_attention_dim": 64, "axes_dims_rope": AXES, "num_single_layers": 2}
+    approximator = {"approximator_num_channels": 64, "approximator_hidden_dim": 128, "approximator_layers": 2}
+    inputs = {"hidden_states": TOKENS, "img_ids": grid(), "txt_ids": torch.zeros(TEXT, 3)}
+    return of_diffusers("ChromaTransformer2DModel", inputs, **BLOCKS, **sizes, **approximator)
 
 
 def chroma_radiance() -> Made:

@@ -1,6 +1,7 @@
 """A headless browser that does as it is told: the WebDriver protocol of chromedriver, with the standard library."""
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -13,9 +14,23 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.browser import QUIET, browser
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
+QUIET = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --disable-extensions --hide-scrollbars"
+)
 
-__all__ = ["Driver", "driven_browser", "until"]
+
+def browser() -> str:
+    """The browser of this machine; skips the test where there is none."""
+    known = [os.environ.get("COAT_BROWSER"), *map(shutil.which, NAMES)]
+    mac = Path("/Applications/Google Chrome.app/Contents/MacOS/Google Chrome")
+    if mac.exists():
+        known.append(str(mac))
+    for path in known:
+        if path:
+            return path
+    pytest.skip(f"no browser: none of {', '.join(NAMES)} is installed (or set COAT_BROWSER)")
 
 
 def until(look: Callable[[], Any], seconds: float, what: str) -> Any:
@@ -58,7 +73,6 @@ class Driver:
         self._call("POST", f"/element/{element}/click", {})
 
     def close(self) -> None:
-        """Close the window."""
         self._call("DELETE", "")
 
 

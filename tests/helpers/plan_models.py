@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from scripts.bench_memory import kept_bytes
-from tests.helpers.aitk_models import BLOCKS, MODELS, SIDE, STATES, TEXT, TIME, TOKENS, Made, draw_weights, grid
+from tests.helpers.aitk_models import MODELS, SIDE, TEXT, chroma_of_diffusers, draw_weights, in_bf16, quantize_as_host
 
 # more blocks than the helper's models have: in a model's last block some streams end, and with them what they save
 LAYERS = {"num_layers": 6, "num_single_layers": 6, "n_layers": 6}
@@ -34,25 +34,12 @@ PARTS = {
     "text_encoder": ("CLIPTextModel", CLIP),
     "text_encoder_2": ("T5EncoderModel", T5),
 }
-
-
-def chroma() -> Made:
-    """Diffusers' class, which ai-toolkit has another for."""
-    from diffusers import ChromaTransformer2DModel
-
-    sizes = {"in_channels": 16, "joint_attention_dim": 64, "axes_dims_rope": [16, 24, 24], "num_single_layers": 2}
-    approximator = {"approximator_num_channels": 64, "approximator_hidden_dim": 128, "approximator_layers": 2}
-    inputs = {"hidden_states": TOKENS, "encoder_hidden_states": STATES, "timestep": TIME, "img_ids": grid()}
-    made = ChromaTransformer2DModel(**BLOCKS, **sizes, **approximator)
-    return made, {**inputs, "txt_ids": torch.zeros(TEXT, 3), "return_dict": False}
-
-
 ARCHS = ("flux", "chroma", "qwen_image", "zimage", "sd3", "wan21", "lumina2", "cogview4", "auraflow", "sdxl")
 
 
 def folder_of(arch: str, root: Path) -> tuple[Path, nn.Module, dict[str, Any]]:
     """A diffusers folder without weights; the real model of its config, drawn, and its inputs."""
-    made, inputs = chroma() if arch == "chroma" else MODELS[arch]()
+    made, inputs = chroma_of_diffusers() if arch == "chroma" else MODELS[arch]()
     config = {key: LAYERS.get(key, value) for key, value in made.config.items() if not key.startswith("_")}
     torch.manual_seed(0)
     model = type(made).from_config(config)
@@ -84,20 +71,6 @@ def job_of(arch: str, folder: Path, qtype: str, checkpointing: str) -> dict[str,
     return {"job": "extension", "config": {"name": "run", "process": [process]}}
 
 
-def in_bf16(x: Tensor) -> Tensor:
-    return x.to(torch.bfloat16) if x.is_floating_point() else x
-
-
-def quantize_as_host(model: nn.Module, qtype: str) -> None:
-    sys.path.insert(0, os.environ["AI_TOOLKIT_ROOT"])
-    with contextlib.redirect_stdout(io.StringIO()):  # ai-toolkit prints what it makes
-        from optimum.quanto import freeze
-        from toolkit.util.quantize import get_qtype, quantize
-
-        quantize(model, weights=get_qtype(qtype))
-        freeze(model)
-
-
 def measure(arch: str, root: Path, qtype: str = "", checkpointing: str = "none") -> dict[str, Any]:
     """Predicted and counted bytes of the transformer's weights, and of what a pass saves for backward."""
     from peft import LoraConfig, inject_adapter_in_model
@@ -115,7 +88,9 @@ def measure(arch: str, root: Path, qtype: str = "", checkpointing: str = "none")
     plan = block_plan(facts)
     draw_weights(model)
     if qtype:
-        quantize_as_host(model, qtype)
+        sys.path.insert(0, os.environ["AI_TOOLKIT_ROOT"])
+        with contextlib.redirect_stdout(io.StringIO()):  # ai-toolkit prints what it makes
+            quantize_as_host(model, qtype)
     coat = facts.job.coat
     apply_coat(model.requires_grad_(False).train(), coat)
     held = HeldParts(torch.device("cpu"))
@@ -126,10 +101,7 @@ def measure(arch: str, root: Path, qtype: str = "", checkpointing: str = "none")
         if ".lora_" in name:
             parameter.data = parameter.data.float()
     attach_lora(model, coat)
-    exact = ("ids", "pos", "freqs")
-    given = {}
-    for name, value in inputs.items():
-        given[name] = value if any(word in name for word in exact) else tree_map_only(Tensor, in_bf16, value)
+    given = in_bf16(inputs)
 
     def run() -> tuple[Tensor, ...]:
         return tuple(x for x in tree_leaves(model(**given)) if isinstance(x, Tensor))
