@@ -1,7 +1,6 @@
 """Parameters, gradients and a plain reference for the optimizer tests."""
 
 import io
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -99,30 +98,11 @@ def quantize_like(name: str, m: Tensor, v: Tensor, storage: Storage) -> tuple[Te
     return quantize_blocks(blocks, storage.format, storage.expansion)
 
 
-def dequantize(stored: Sequence[Tensor], storage: Storage) -> Tensor:
-    """Inverse of `quantize_like`, [n, B]; of a ratio the ratio."""
-    if storage.format is INT8_RATIO:
-        return dequantize_ratio(*stored)
-    return dequantize_log(*stored) if storage.format is UINT8_LOG else dequantize_blocks(*stored)
-
-
 def stored(name: str, state: dict[str, Tensor]) -> Tensor:
     """The 8-bit codes of a moment, or its fp32 values."""
     (key,) = state.keys() & {name, f"{name}_codes"}
     assert (state[key].dtype == torch.float32) == (key == name)
     return state[key]
-
-
-def read_back(name: str, state: dict[str, Tensor], kinds: dict[str, Storage]) -> Tensor:
-    """Dequantize one moment of one parameter by itself: fp32, the shape of the parameter."""
-    codes, storage = stored(name, state), kinds[name]
-    if storage.format is None:
-        return codes
-    blocks = split_groups(codes.reshape(-1).to(torch.float32), storage.block_size).to(storage.dtype)
-    columns = [state[f"{name}_{suffix}"][:, None] for suffix in storage.per_block]
-    values = dequantize([blocks, *columns], storage)
-    values = values.reshape(-1)[: codes.numel()].reshape(codes.shape)
-    return values * read_back("exp_avg_sq", state, kinds).sqrt() if storage.format is INT8_RATIO else values
 
 
 class ReferenceAdamW:
@@ -137,7 +117,8 @@ class ReferenceAdamW:
         storage, values = self.storages[name], {"exp_avg": m, "exp_avg_sq": v}[name]
         if storage.format is None or not values.numel():
             return values
-        back = dequantize(quantize_like(name, m, v, storage), storage)
+        dequantize = {INT8_RATIO: dequantize_ratio, UINT8_LOG: dequantize_log}.get(storage.format, dequantize_blocks)
+        back = dequantize(*quantize_like(name, m, v, storage))
         back = back.reshape(-1)[: values.numel()].reshape(values.shape)
         return back * self.round_trip("exp_avg_sq", m, v).sqrt() if storage.format is INT8_RATIO else back
 

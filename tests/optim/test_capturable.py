@@ -145,15 +145,13 @@ def test_a_capture_needs_capturable_and_a_state():
             optimizer.step()
 
 
-def _replaced(state: dict[str, torch.Tensor], key: str) -> None:
-    state[key] = state[key].clone() * 2
+CHANGES = {
+    "replaced": lambda state, key: state.update({key: state[key] * 2}),
+    "moved": lambda state, key: setattr(state[key], "data", state[key].data * 2),
+}
 
 
-def _moved(state: dict[str, torch.Tensor], key: str) -> None:
-    state[key].data = state[key].data.clone() * 2
-
-
-@pytest.mark.parametrize("change", [_replaced, _moved])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq_scale", "step"])
 def test_a_state_tensor_that_somebody_replaced_counts(change, key):
     """The state lies packed, but what stands in `state` is what is used."""

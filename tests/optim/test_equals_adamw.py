@@ -5,7 +5,7 @@ import torch
 from torch.nn import Parameter
 
 from coat_core.optim import FP8AdamW
-from coat_core.optim.state import MOMENTS, storages
+from coat_core.optim.state import MOMENTS, read_state, storages
 from tests.helpers.asserts import assert_bitwise
 from tests.optim import common
 
@@ -49,9 +49,9 @@ def test_equals_the_per_tensor_reference(name, dtype):
         reference.step()
     for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):
         assert_bitwise(a.detach(), b.detach())
-        for moment in MOMENTS:
-            found = common.read_back(moment, optimizer.state[b], storages(common.CONFIGS[name]))
-            assert_bitwise(found, reference.moments[moment][i])
+        found = read_state(optimizer.state[b], storages(common.CONFIGS[name]))
+        for moment, values in zip(MOMENTS, found, strict=True):
+            assert_bitwise(values, reference.moments[moment][i])
 
 
 # -- zero and non-finite gradients -----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 
 from coat_core.config import ExpansionConfig, FP8QuantizationConfig
 from coat_core.optim import FP8AdamW
-from coat_core.optim.state import MOMENTS, storages
+from coat_core.optim.state import MOMENTS, read_state, storages
 from tests.helpers.asserts import assert_bitwise
 from tests.optim import common
 
@@ -79,7 +79,7 @@ def test_a_change_of_storage_requantizes_and_says_so_once(old, new, caplog):
         change = f"{name}: {before[name].describe()} -> {after[name].describe()}, "
         assert (change in caplog.text) == (before[name] != after[name])
     for a, b in zip(common.params_of(optimizer), common.params_of(twin), strict=True):
-        values = {name: common.read_back(name, optimizer.state[a], before) for name in MOMENTS}
+        values = dict(zip(MOMENTS, read_state(optimizer.state[a], before), strict=True))
         for name in MOMENTS:
             if before[name] == after[name]:
                 expected = common.stored(name, optimizer.state[a])

@@ -62,8 +62,7 @@ def test_every_bit_is_that_of_one_step_with_moments_on_the_device(name, offload,
     for way in (("none", False), (offload, fused)):
         params = make_params(SHAPES, torch.bfloat16 if "drawn" in name else torch.float32)
         groups = [{"params": params[:3], "lr": 1e-2}, {"params": params[3:], "weight_decay": 0.3}]
-        optimizer = FP8AdamW(groups, fp8_config=KINDS[name], seed=5, offload=way[0])
-        made.append(train(optimizer, range(3), way[1]))
+        made.append(train(FP8AdamW(groups, fp8_config=KINDS[name], seed=5, offload=way[0]), range(3), way[1]))
     assert_same(*made)
     if offload == "cpu":
         assert made[1].staging[0].shape[0] * KINDS[name].block_size <= LIMIT
@@ -131,8 +130,7 @@ def test_what_the_slots_take_is_known(name, size):
 @pytest.mark.parametrize("changed", [False, True], ids=["as it was", "another format"])
 def test_a_load_holds_the_moments_once(offload, changed):
     """The packed buffers, what one parameter's conversion takes, and nothing else."""
-    shapes = [(8, 64)] * 80
-    saved = FP8AdamW(make_params(shapes), fp8_config=CONFIGS["integers"] if changed else DRAWN)
+    saved = FP8AdamW(make_params([(8, 64)] * 80), fp8_config=CONFIGS["integers"] if changed else DRAWN)
     file = through_file(train(saved, range(1), False).state_dict())
     optimizer = FP8AdamW(copies(params_of(saved)), fp8_config=DRAWN, offload=offload)
     with HeldTensors() as held:

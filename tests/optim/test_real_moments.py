@@ -16,7 +16,7 @@ from tests.helpers.flux import tiny_flux
 from tests.tolerances import EXPANSION_GAIN, INTEGER_FORMATS_GAIN
 
 STEPS = [1, 30]
-Moments = dict[str, Tensor]  # "<parameter>.exp_avg" and "<parameter>.exp_avg_sq", fp32
+Moments = dict[str, tuple[Tensor, Tensor]]  # exp_avg and exp_avg_sq of each parameter, fp32
 Method = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # m, v -> both as they come back
 
 
@@ -47,10 +47,7 @@ INTEGERS = stored(m1_format="int8_ratio", m2_format="uint8_log")
 def measure(moments: Moments, method: Method) -> tuple[float, float]:
     """Return the mean squared error of AdamW's direction m/(sqrt(v) + ε), and the share of nonzero v that are lost."""
     error, count, lost, nonzero = 0.0, 0, 0, 0
-    for key, m in moments.items():
-        if not key.endswith(".exp_avg"):
-            continue
-        v = moments[f"{key}_sq"]
+    for m, v in moments.values():
         m_hat, v_hat = method(m, v)
         exact, found = (a.double() / (b.double().sqrt() + 1e-8) for a, b in ((m, v), (m_hat, v_hat)))
         error += (exact - found).square().sum().item()
@@ -84,10 +81,10 @@ def captures() -> dict[int, Moments]:
         ).backward()
         optimizer.step()
         if step in STEPS:
-            states = {f"{name}.{key}": optimizer.state[param][key] for name, param in named.items() for key in MOMENTS}
-            captured[step] = {key: value.clone() for key, value in states.items()}
-    zero = {key for key, tensor in captured[1].items() if not tensor.any()}
-    assert zero == {key for key in captured[1] if "lora_A" in key}
+            states = {name: optimizer.state[param] for name, param in named.items()}
+            captured[step] = {name: tuple(state[key].clone() for key in MOMENTS) for name, state in states.items()}
+    nonzero = {(name, moment.any().item()) for name, moments in captured[1].items() for moment in moments}
+    assert nonzero == {(name, "lora_A" not in name) for name in named}
     return captured
 
 
@@ -106,7 +103,7 @@ def test_integer_formats_are_better_than_expansion_at_every_depth(step, captures
     """At the bytes of the codes, and with half of the numbers per block."""
     moments = captures[step]
     for depth in {depth_of(key) for key in moments}:
-        here = {key: tensor for key, tensor in moments.items() if depth_of(key) == depth}
+        here = {key: both for key, both in moments.items() if depth_of(key) == depth}
         ours, lost = measure(here, INTEGERS)
         assert lost == 0.0
         assert ours * INTEGER_FORMATS_GAIN[step > 2] <= measure(here, EXPANDED)[0]

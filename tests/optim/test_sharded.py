@@ -87,8 +87,7 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
 
 def work(rank: int, processes: int, port: int, folder: Path, resumes: bool) -> None:
     """One process: train, or go on from what two have saved; the first one writes all of it as one."""
-    method = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=processes)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=processes)
     model = make_model()
     if resumes:
         saved = torch.load(folder / "end_of_2.pt", weights_only=True)
