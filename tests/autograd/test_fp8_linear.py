@@ -31,17 +31,10 @@ CONFIGS = [
 ]  # fmt: skip
 
 
-def fp8_values(x: Tensor, fmt: str, config: FP8LinearConfig) -> tuple[Tensor, Tensor]:
-    """(values, scale): x ≈ values · scale with values exact FP8 numbers in fp32; scale 1 where values hold it."""
-    quantized = quantize(x, fmt, Granularity(config.input_granularity))
-    return quantized.codes.float(), quantized.scale
-
-
 def expected_fprop(x: Tensor, weight: Tensor, bias: Tensor, config: FP8LinearConfig) -> Tensor:
-    rows = Granularity(config.weight_granularity)
-    codes, scale, _ = quantize(weight, config.weight_format, rows)
-    values, x_scale = fp8_values(x, config.input_format, config)
-    return (values @ codes.float().t()) * x_scale * scale.reshape(-1) + bias
+    codes, scale, _ = quantize(weight, config.weight_format, Granularity(config.weight_granularity))
+    x_codes, x_scale, _ = quantize(x, config.input_format, Granularity(config.input_granularity))
+    return (x_codes.float() @ codes.float().t()) * x_scale * scale.reshape(-1) + bias
 
 
 def expected_dgrad(dy: Tensor, weight: Tensor, config: FP8LinearConfig) -> Tensor:
@@ -50,8 +43,8 @@ def expected_dgrad(dy: Tensor, weight: Tensor, config: FP8LinearConfig) -> Tenso
         return dy @ (codes.float() * scale)
     if config.weight_granularity == "per_row":  # lies on the contraction axis: goes into dy
         dy, scale = dy * scale.reshape(-1), torch.ones(())
-    values, dy_scale = fp8_values(dy, config.grad_format, config)
-    return (values @ codes.float()) * dy_scale * scale
+    dy_codes, dy_scale, _ = quantize(dy, config.grad_format, Granularity(config.input_granularity))
+    return (dy_codes.float() @ codes.float()) * dy_scale * scale
 
 
 def layer_of(weight: Tensor, bias: Tensor | None, config: FP8LinearConfig) -> FP8Linear:
@@ -71,8 +64,7 @@ def tensors(*lead: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Ten
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: "-".join(map(str, vars(c).values())))
 def test_equals_the_formula_and_stays_near_high_precision(config):
     x, weight, bias, dy = tensors(2, 96)
-    layer = layer_of(weight, bias, config)
-    y = layer(x)
+    y = layer_of(weight, bias, config)(x)
     (dx,) = torch.autograd.grad(y, x, dy)
     assert_bitwise(y.detach(), expected_fprop(x.detach(), weight, bias, config))
     assert_bitwise(dx, expected_dgrad(dy, weight, config))

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -25,6 +24,7 @@ from coat_flux.blocks.report import CoatReport
 from coat_flux.blocks.sizes import LINEARS, Block, FlowSettings, Tokens, block_bytes
 from coat_flux.config.coat import COATConfig
 from tests.helpers.families import FAMILIES, FLUX1, OTHERS, STRENGTHS, TOOLKITS_OWN, Made, made, results
+from tests.helpers.flux import tiny_lora
 from tests.helpers.fused_blocks import assert_as_own_code, assert_gradients_near, kept_per_element
 from tests.helpers.toolkit_lora import ROOT_VARIABLE
 from tests.tolerances import (
@@ -182,21 +182,13 @@ def test_kept_bytes_at_real_width(name):
 
 def args(change: Callable[..., tuple]) -> Callable[[Made], None]:
     """A change of the block's arguments."""
-
-    def apply(of: Made) -> None:
-        of.args = change(*of.args)
-
-    return apply
+    return lambda of: setattr(of, "args", change(*of.args))
 
 
 def attribute(path: str, value: object) -> Callable[[Made], None]:
     """A change of an attribute inside the block."""
-
-    def apply(of: Made) -> None:
-        owner, _, name = path.rpartition(".")
-        setattr(of.block.get_submodule(owner), name, value)
-
-    return apply
+    owner, _, name = path.rpartition(".")
+    return lambda of: setattr(of.block.get_submodule(owner), name, value)
 
 
 def trained(part: str) -> Callable[[Made], None]:
@@ -361,10 +353,7 @@ def test_a_whole_flux2_takes_the_fused_flow(checkpointing):
         sizes |= {"attention_head_dim": 32, "num_attention_heads": 2, "num_layers": 1, "num_single_layers": 2}
         model = transformer_flux2.Flux2Transformer2DModel(**sizes, axes_dims_rope=[8] * 4).to(torch.bfloat16)
         report = apply_coat(model.requires_grad_(False), COATConfig.from_dict(coat))
-        names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and "transformer_blocks." in n]
-        model.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=names))
-        for name, parameter in model.named_parameters():
-            parameter.data = torch.randn(parameter.shape) * 0.1 if "lora_" in name else parameter.data
+        tiny_lora(model, COATConfig.from_dict(coat))
         ids = torch.zeros(1, 40, 4)
         ids[0, :, 1] = torch.arange(40)
         latents, prompt, target = torch.randn(1, 40, 16), torch.randn(1, 24, 48), torch.randn(1, 40, 16)

@@ -58,8 +58,7 @@ def test_copies_are_one_buffer_that_follows_the_adapters():
     predict(model)
     assert group.copies is copies
     assert torch.equal(copies.down[: len(adapters[0].down)], torch.full_like(adapters[0].down, 6.0).bfloat16())
-    buffers = {x.untyped_storage().data_ptr() for x in copies}
-    assert len(buffers) == 1
+    assert len({x.untyped_storage().data_ptr() for x in copies}) == 1
 
 
 def test_without_room_nothing_is_copied_and_what_was_is_dropped():

@@ -4,6 +4,7 @@ import copy
 import gc
 import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.helpers.saved_tensors import SavedTensors, recording
 from tests.tolerances import ATTENTION_GRADIENT_FLOOR_DB, CHECKPOINT_GRADIENT_FLOOR_DB, PACKED_GRADIENT_FLOOR_DB
 
 T, D, HEADS = 96, 64, 2
+SMALL_GROUPS = Storage("e4m3", per_group(16))
 SMALL = Saving(Storage(granularity=per_group(32)), min_elements=64)
 
 
@@ -65,7 +67,10 @@ def gradients(block: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     return dict(zip(inputs, torch.autograd.grad(y, inputs.values(), torch.randn_like(y)), strict=True))
 
 
-def grads_of(block: nn.Module, x: Tensor) -> dict[str, Tensor]:
+def backward(block: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """The same by `Tensor.backward`, as torch's reentrant checkpoint needs it."""
+    torch.manual_seed(3)
+    y.backward(torch.randn_like(y))
     return {name: p.grad for name, p in block.named_parameters() if p.requires_grad} | {"x": x.grad}
 
 
@@ -134,14 +139,11 @@ def test_what_is_left_alone():
     assert not packs(torch.randn(2, 4, 96, 1))  # statistics of rows by head
 
 
-def codes_of_a_wide_adapter() -> nn.Module:
-    """Its 1×G scales are as large as an activation: 8 tokens × 4096 / 16 groups."""
-    return FP8InputLinear.from_linear(nn.Linear(4096, 64, bias=False), Storage("e4m3", per_group(16)))
-
-
-@pytest.mark.parametrize("make", [codes_of_a_wide_adapter, lambda: FP8Linear.from_linear(nn.Linear(4096, 64))])
-def test_codes_and_scales_are_left_alone(make):
-    layer, x, dy = make(), draw(8, 4096), draw(8, 64, grad=False)
+@pytest.mark.parametrize("adapter", [True, False])
+def test_codes_and_scales_are_left_alone(adapter):
+    """An adapter's 1×G scales are as large as an activation: 8 tokens × 4096 / 16 groups."""
+    layer, x, dy = nn.Linear(4096, 64, bias=False), draw(8, 4096), draw(8, 64, grad=False)
+    layer = FP8InputLinear.from_linear(layer, SMALL_GROUPS) if adapter else FP8Linear.from_linear(layer)
     inputs = [x, *(p for p in layer.parameters() if p.requires_grad)]
     exact, ours = (torch.autograd.grad(y, inputs, dy) for y in (layer(x), packed(layer, x)))
     for expected, gradient in zip(exact, ours, strict=True):
@@ -154,7 +156,7 @@ def test_lora_weights_are_never_packed_not_even_autocasts_copies(dtype, in_fp8):
     """dx = dh A with the A that was multiplied by, whatever its size and whichever dtype it was cast to."""
     down, up = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
     if in_fp8:
-        FP8InputLinear.from_linear(down, Storage("e4m3", per_group(16)))
+        FP8InputLinear.from_linear(down, SMALL_GROUPS)
     x = torch.randn(32, 64, requires_grad=True)
     with torch.autocast("cpu", dtype), recording() as saved, PackedSavedTensors(SMALL):
         y = up(down(x * 1))
@@ -162,19 +164,6 @@ def test_lora_weights_are_never_packed_not_even_autocasts_copies(dtype, in_fp8):
     (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
     dh = torch.ones_like(y) @ up.weight.to(dtype)
     assert_bitwise(dx, (dh @ down.weight.to(dtype)).float())
-
-
-def saved_by_product(make) -> tuple[Tensor, Tensor, int]:
-    """(gradient of w, the gradient from packed groups along the storage, packed storages) of make(x)·w, twice saved."""
-    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
-    view = make(x)
-    w, v = (torch.ones(view.shape, requires_grad=True) for _ in range(2))
-    with recording() as saved, PackedSavedTensors(SMALL):
-        y = view * w + make(x) * v
-    y.sum().backward()
-    assert_bitwise(w.grad, v.grad)
-    storage = quantize(x.reshape(-1), "e4m3", per_group(32)).dequantize().view(8, 64)
-    return w.grad, make(storage), len({id(s.packed) for s in saved.packed})
 
 
 @pytest.mark.parametrize(
@@ -189,9 +178,15 @@ def saved_by_product(make) -> tuple[Tensor, Tensor, int]:
     ids=["whole", "strided", "expanded", "heads", "offset"],
 )
 def test_views_share_one_packed_storage(make):
-    measured, expected, storages = saved_by_product(make)
-    assert_bitwise(measured, expected)
-    assert storages == 1
+    """In groups along the storage, whatever the view."""
+    x = draw(8, 64, grad=False)
+    w, v = (torch.ones(make(x).shape, requires_grad=True) for _ in range(2))
+    with recording() as saved, PackedSavedTensors(SMALL):
+        y = make(x) * w + make(x) * v
+    y.sum().backward()
+    assert_bitwise(w.grad, v.grad)
+    assert_bitwise(w.grad, make(in_fp8(x)))
+    assert len({id(s.packed) for s in saved.packed}) == 1
 
 
 def test_a_change_in_place_makes_a_second_copy_and_the_first_stays_right():
@@ -390,9 +385,7 @@ def test_reentrant_around_a_packed_block():
     expected = gradients(block, x, packed(block, x))
     torch.manual_seed(7)
     y = checkpoint(packed, block, x, use_reentrant=True)
-    torch.manual_seed(3)
-    y.backward(torch.randn_like(y))
-    assert_all_bitwise(grads_of(block, x), expected)
+    assert_all_bitwise(backward(block, x, y), expected)
 
 
 def test_inside_non_reentrant_checkpoint_it_leaves_all_to_checkpoint():
@@ -422,9 +415,7 @@ def test_checkpoint_inside_a_packed_block(reentrant):
         y = checkpoint(block, x.tanh(), use_reentrant=reentrant).exp()
     shapes = {s.shape for s in saved.tensors} - {(0,)}  # torch 2.9's checkpoint saves an empty tensor, too
     assert shapes == {(2, T, D)}  # of tanh, checkpoint's input, and of exp
-    torch.manual_seed(3)
-    y.backward(torch.randn_like(y))
-    assert_all_near(expected, grads_of(block, x), PACKED_GRADIENT_FLOOR_DB["e4m3"])
+    assert_all_near(expected, backward(block, x, y), PACKED_GRADIENT_FLOOR_DB["e4m3"])
 
 
 # -- nested ------------------------------------------------------------------------------------------------------------
@@ -513,20 +504,6 @@ def lora_block(dropout: float) -> nn.Module:
     return block
 
 
-@pytest.fixture
-def keepers(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref]:
-    """What holds the inputs."""
-    made: list[weakref.ref] = []
-
-    class Recorded(activation._Keeper):
-        def __init__(self, x: Tensor, storage: Storage) -> None:
-            super().__init__(x, storage)
-            made.append(weakref.ref(self))
-
-    monkeypatch.setattr(activation, "_Keeper", Recorded)
-    return made
-
-
 def test_recomputes_from_the_fp8_values_of_its_input():
     seen, x = [], torch.randn(8, D, requires_grad=True)
 
@@ -574,7 +551,15 @@ def test_lora_dropout_draws_the_same_mask(options, autocast):
 
 # -- what is kept -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("backward", [True, False])
-def test_the_input_is_really_freed(backward, keepers):
+def test_the_input_is_really_freed(backward, monkeypatch):
+    keepers: list[weakref.ref] = []
+
+    class Recorded(activation._Keeper):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            keepers.append(weakref.ref(self))
+
+    monkeypatch.setattr(activation, "_Keeper", Recorded)
     block, x = Block().bfloat16(), torch.randn(2, T, D).bfloat16().requires_grad_()
     hidden = x * 1
     alive = weakref.ref(hidden.untyped_storage())
@@ -627,9 +612,7 @@ def test_inside_packed_saved_tensors():
     def run() -> Tensor:
         return fp8_checkpoint(lambda a, b: a.sigmoid() * b, x, mask, **FROM_FP8)
 
-    with PackedSavedTensors(SMALL):
-        packed = run()
-    assert_bitwise(torch.autograd.grad(packed, x, dy)[0], torch.autograd.grad(run(), x, dy)[0])
+    assert_bitwise(torch.autograd.grad(packed(run), x, dy)[0], torch.autograd.grad(run(), x, dy)[0])
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -639,20 +622,14 @@ def test_inside_torch_checkpoint(reentrant):
     exact = gradients(block, x, block(x.tanh()))
     torch.manual_seed(7)
     y = checkpoint(lambda t: fp8_checkpoint(block, t.tanh(), **FROM_FP8), x, use_reentrant=reentrant)
-    torch.manual_seed(3)
-    y.backward(torch.randn_like(y))
-    assert_all_near(exact, grads_of(block, x), CHECKPOINT_GRADIENT_FLOOR_DB["e4m3"])
+    assert_all_near(exact, backward(block, x, y), CHECKPOINT_GRADIENT_FLOOR_DB["e4m3"])
 
 
 def test_around_a_packed_block():
     """What is recomputed is used at once: packing it would only add an error."""
-    block, x = Block(), torch.randn(2, T, D, requires_grad=True)
-
-    def packed(x: Tensor) -> Tensor:
-        with PackedSavedTensors(SMALL):
-            return block(x)
-
-    once, twice = (gradients(block, x, fp8_checkpoint(each, x, **FROM_FP8)) for each in (block, packed))
+    block, x = Block(), draw(2, T, D)
+    once = gradients(block, x, fp8_checkpoint(block, x, **FROM_FP8))
+    twice = gradients(block, x, fp8_checkpoint(lambda x: packed(block, x), x, **FROM_FP8))
     assert_all_bitwise(twice, once)
 
 
@@ -668,7 +645,6 @@ LAYERS = {
 
 
 def frozen_layer(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Tensor]:
-    """A layer and its input."""
     kind, options, shape = LAYERS[name]
     layer = kind(32, 64, 3, **options).to(dtype).requires_grad_(False)
     memory_format = torch.channels_last if name == "channels last" else torch.contiguous_format

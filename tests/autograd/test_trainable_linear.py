@@ -88,14 +88,6 @@ def test_cast_once_for_all_micro_batches_with_the_same_bits(casts, recompute):
     assert_bitwise(kept.weight.grad, cast.weight.grad)
 
 
-def write(change: Callable[[nn.Parameter], object]) -> Callable[[FP8TrainableLinear], None]:
-    def apply(layer: FP8TrainableLinear) -> None:
-        with torch.no_grad():
-            change(layer.weight)
-
-    return apply
-
-
 class WritesData(torch.optim.Optimizer):
     """Writes as many optimizers do, so that autograd counts nothing."""
 
@@ -109,7 +101,7 @@ CHANGES: dict[str, Callable[[FP8TrainableLinear], object]] = {
     "AdamW, fused": lambda layer: torch.optim.AdamW(layer.parameters(), fused=True).step(),
     "FP8AdamW": lambda layer: FP8AdamW(layer.parameters()).step(),
     "state dict": lambda layer: layer.load_state_dict(make(layer.weight.dtype).state_dict()),
-    "in place": write(lambda weight: weight.mul_(2)),
+    "in place": lambda layer: layer.weight.detach().mul_(2),
     "another storage": lambda layer: setattr(layer.weight, "data", 2 * layer.weight.data),
     "another parameter": lambda layer: setattr(layer, "weight", nn.Parameter(2 * layer.weight.detach())),
     "`.data` in a step": lambda layer: WritesData(layer.parameters(), {}).step(),
@@ -147,8 +139,7 @@ def test_codes_are_no_part_of_the_state_or_of_copies():
     layer = make(cache_weight=True)
     layer(torch.randn(4, K))
     assert set(layer.state_dict()) == {"weight", "bias"}
-    twin = copy.deepcopy(layer)
-    assert twin.trained_codes.codes is None
+    assert copy.deepcopy(layer).trained_codes.codes is None
     assert layer.trained_codes.codes is not None
 
 
@@ -206,8 +197,7 @@ def test_wgrad_in_fp8_of_what_a_layer_saved():
     layer = make(wgrad_format="e4m3")
     x, dy = torch.randn(2, 3, 5, K), torch.randn(2, 3, 5, N)
     layer(x).backward(dy)
-    x_q = quantize(x, "e4m3", PER_ROW)
-    assert_bitwise(layer.weight.grad, wgrad(dy, x_q, layer.config))
+    assert_bitwise(layer.weight.grad, wgrad(dy, quantize(x, "e4m3", PER_ROW), layer.config))
     assert_sqnr(dy.view(-1, N).t() @ x.view(-1, K), layer.weight.grad, product_floor_db("e4m3", "e4m3") - 1)
 
 

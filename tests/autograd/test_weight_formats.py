@@ -88,25 +88,18 @@ def test_products_are_those_of_the_dequantized_operands(config):
     assert_sqnr(dy_hat @ weight, x.grad, FP32_ORDER_FLOOR_DB)
 
 
-def linear_inputs(kind: str, m: int, k: int, n: int) -> tuple[Tensor, Tensor]:
-    """x [m, k], Gaussian or with the outliers that transformers have, and W [n, k], with the values of bf16."""
-    x, weight = torch.randn(m, k), torch.randn(n, k) / k**0.5
-    hundredth = torch.randperm(k)[: k // 100]
-    if kind == "outlier channels":
-        x[:, hundredth] *= 30
-    if kind == "after GELU":
-        x[:, hundredth] += 10
-        x = torch.nn.functional.gelu(1.5 * x)
-    return x.bfloat16().float(), weight.bfloat16().float()
-
-
 @pytest.mark.parametrize("kind", ["gaussian", "outlier channels", "after GELU"])
 def test_int8_is_nearer_to_high_precision_than_e4m3(kind):
-    """With outlier channels in dy, too, which it is rotated against as x is."""
-    x, weight = linear_inputs(kind, 32, 1024, 256)
+    """Of values of bf16, with the outliers that transformers have; of dy, too, which it is rotated against as x is."""
+    x, weight, channels = torch.randn(32, 1024), torch.randn(256, 1024) / 32, torch.randperm(1024)[:10]
     dy = torch.randn(32, 256)
     if kind == "outlier channels":
+        x[:, channels] *= 30
         dy[:, ::100] *= 100
+    if kind == "after GELU":
+        x[:, channels] += 10
+        x = torch.nn.functional.gelu(1.5 * x)
+    x, weight = x.bfloat16().float(), weight.bfloat16().float()
     errors = []
     for config in (INT8, FP8LinearConfig(weight_granularity="per_row")):
         linear = nn.Linear(1024, 256, False)
@@ -321,8 +314,7 @@ def test_views_that_are_not_side_by_side_are_joined_again_and_a_missing_copy_joi
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("config", [E4M3, INT8, NVFP4], ids=lambda c: c.weight_format)
 def test_one_product_gives_what_each_gives(config, bias):
-    widths = (16, 48, 32)
-    group = [make(config, width, bias)[0] for width in widths]
+    group = [make(config, width, bias)[0] for width in (16, 48, 32)]
     weights = [linear.weight.data for linear in group]
     x, dy = torch.randn(2, 5, K), torch.randn(2, 5, 96)
     expected = torch.cat([linear(x) for linear in group], dim=-1)
