@@ -36,7 +36,6 @@ NO_ADAPTER = (None, None)
 
 
 def launcher_modules() -> list[Any]:
-    """Every module of `coat_core.ops`."""
     return [importlib.import_module(f"{ops.__name__}.{found.name}") for found in pkgutil.iter_modules(ops.__path__)]
 
 
@@ -58,7 +57,6 @@ CASES: dict[str, Callable[[], Any]] = {}
 
 
 def case(name: str, launch: Callable[..., Any], *args: Any) -> None:
-    """Add a call of a launcher."""
     CASES[name] = partial(launch, *args)
 
 
@@ -150,8 +148,7 @@ def _norm_cases() -> None:
     ):
         args = (x, modulation, modulation, eps, fmt, granularity, saved, group)
         case(f"norm {fmt} {granularity}, saved {saved} 1x{group}", norm_modulate_quantize, *args)
-    fp32 = _rows(HIDDEN, FP32)
-    case("norm backward", norm_modulate_backward, fp32, x, None, 0, modulation, eps, None, BF16)
+    case("norm backward", norm_modulate_backward, _rows(HIDDEN, FP32), x, None, 0, modulation, eps, None, BF16)
     case("norm backward bf16", norm_modulate_backward, x, x, None, 0, modulation, eps, x, BF16)
     for name in FORMATS:
         codes = (*_saved(HIDDEN, name), 128)

@@ -1,17 +1,31 @@
 """torch.library.opcheck for operators that return FP8."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from coat_core.ops import dispatch
 
 # without test_schema, which compares tensors by allclose: torch has none for FP8
 WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor")
+
+
+class OperatorLog(TorchDispatchMode):
+    """Calls `seen` with every operator and its arguments, then the operator."""
+
+    def __init__(self, seen: Callable[[Any, tuple[Any, ...]], object]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self.seen(func, args)
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -44,14 +58,14 @@ def check_operator(op: Any, args: tuple[Any, ...]) -> None:
 
 def reference(op: Any, *args: Any) -> Any:
     """What an operator's body returns for these arguments on the CPU: torch's CUDA operators round otherwise."""
-    return op._init_fn(*(moved(arg, "cpu") for arg in args))
+    return op._init_fn(*moved(args, "cpu"))
 
 
 def check_layout(op: Any, args: tuple[Any, ...], results: Any) -> None:
     """Assert that results are laid out as the reference's on the meta device, and share no memory."""
     found = tensors_in(results)
-    promised = op._init_fn(*(moved(x, "meta") for x in args))
-    for x, wanted in zip(found, tensors_in(promised), strict=True):
+    promised = tensors_in(op._init_fn(*moved(args, "meta")))
+    for x, wanted in zip(found, promised, strict=True):
         assert (x.dtype, x.shape, _steps(x)) == (wanted.dtype, wanted.shape, _steps(wanted)), op._qualname
     given = {x.untyped_storage()._cdata for x in tensors_in(args) if x.numel()}
     made = [x.untyped_storage()._cdata for x in found if x.numel()]
@@ -61,16 +75,11 @@ def check_layout(op: Any, args: tuple[Any, ...], results: Any) -> None:
 
 def tensors_in(x: Any) -> list[Tensor]:
     """Every tensor of an argument, of a result, or of a list or tuple of them."""
-    if isinstance(x, (list, tuple)):
-        return [tensor for element in x for tensor in tensors_in(element)]
-    return [x] if isinstance(x, Tensor) else []
+    return [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
 
 
 def moved(x: Any, device: Any) -> Any:
-    """An operator's argument on another device."""
-    if isinstance(x, (list, tuple)):
-        return type(x)(moved(element, device) for element in x)
-    return x.to(device) if isinstance(x, Tensor) else x
+    return tree_map_only(Tensor, lambda leaf: leaf.to(device), x)
 
 
 def _steps(x: Tensor) -> list[int]:
@@ -79,5 +88,4 @@ def _steps(x: Tensor) -> list[int]:
 
 
 def bits(x: Tensor) -> Tensor:
-    """The tensor's bytes."""
     return x.detach().contiguous().view(-1).view(torch.uint8)

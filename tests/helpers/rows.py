@@ -109,7 +109,6 @@ def assert_rows_close(found: Tensor, expected: Tensor, rtol: float) -> None:
 
 
 def diffusers_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of diffusers."""
     norm = RMSNorm(len(weight), eps)
     norm.weight.data = weight
     return norm(x).detach()

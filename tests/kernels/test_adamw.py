@@ -217,8 +217,7 @@ def test_kernel_on_special_gradients(spoil, stored, device):
 def test_many_steps_are_as_accurate_as_the_reference(formats, device):
     """The bits part (a block's grid hangs on its smallest value), the distance to unquantized moments does not."""
     shapes = [(32, 40)]
-    kinds = (formats, formats, (None, None))
-    ours, theirs, exact = (Problem(device, kind, shapes=shapes) for kind in kinds)
+    ours, theirs, exact = (Problem(device, kind, shapes=shapes) for kind in (formats, formats, (None, None)))
     for step in range(1, 11):
         grads = theirs.grads(step)
         for problem, run in ((ours, kernel), (theirs, reference), (exact, reference)):
@@ -243,8 +242,7 @@ def test_kernel_writes_tensors_that_are_not_contiguous(device):
 def test_a_table_of_scalars_has_the_effect_of_the_scalars(device):
     """Each tensor at a step of its own, numbers on the device."""
     steps = [1.0, 7.0, 3000.0]
-    shapes = [(40,), (300,), (128, 3)]
-    together, alone, start = (Problem(device, shapes=shapes) for _ in range(3))
+    together, alone, start = (Problem(device, shapes=[(40,), (300,), (128, 3)]) for _ in range(3))
     grads = alone.grads(2)
     table = hyper_table(torch.tensor(LR, dtype=torch.float64), torch.tensor(steps), BETAS, DECAY).to(device)
     for run in (reference, kernel):
@@ -291,8 +289,7 @@ def test_operator_passes_opcheck_and_changes_what_it_says():
 @pytest.mark.parametrize("formats", [("e4m3", "e5m2"), (None, None)])
 def test_a_row_of_nan_skips_its_tensor(formats, device):
     """The reference: tests/optim/test_capturable.py."""
-    shapes = [(40,), (300,), (128, 3)]
-    before, after = (Problem(device, formats, shapes=shapes) for _ in range(2))
+    before, after = (Problem(device, formats, shapes=[(40,), (300,), (128, 3)]) for _ in range(2))
     before.step(1, before.grads(2), kernel)
     copy_state(before, after)
     table = hyper_table(LR, torch.tensor([2.0] * 3), BETAS, DECAY).to(device)

@@ -25,8 +25,6 @@ from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.helpers.rows import assert_rows_close
 from tests.tolerances import ATTENTION_FP8_FLOOR_DB, BF16_ULP_RTOL, KERNEL_ROW_RTOL
 
-OF_TORCH = ["flash", "efficient", "cudnn"]
-
 
 @pytest.fixture(autouse=True)
 def _torch_chooses_again() -> Iterator[None]:
@@ -225,7 +223,7 @@ def test_what_cannot_run_here_says_why(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", [*OF_TORCH, "plain"])
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn", "plain"])
 def test_every_gpu_kernel_is_torchs(kernel, monkeypatch):
     backends = {
         "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION", "plain": "MATH",

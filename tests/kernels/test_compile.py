@@ -61,8 +61,7 @@ def test_shared_memory_fits_every_card(rows):
 
 @pytest.mark.triton
 def test_enough_warps_fit_a_multiprocessor(rows):
-    few = {row["kernel"] for row in rows if row["resident_warps"] < ENOUGH_WARPS}
-    assert few <= FEW_WARPS
+    assert {row["kernel"] for row in rows if row["resident_warps"] < ENOUGH_WARPS} <= FEW_WARPS
 
 
 @pytest.mark.triton

@@ -1,24 +1,19 @@
 """How operators are registered, as torch.library.custom_op promises, and which kernel runs."""
 
-import importlib
 import importlib.util
 import logging
-import pkgutil
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from coat_core import ops
 from coat_core.ops import dispatch
 from coat_core.ops.norm import norm_modulate
+from tests.helpers.operators import OperatorLog
 
 CUDA = torch.device("cuda", 0)
 
-for found in pkgutil.iter_modules(ops.__path__):
-    if found.name.endswith("_kernel"):
-        importlib.import_module(f"{ops.__name__}.{found.name.removesuffix('_kernel')}")
+dispatch.load_operators()
 
 
 def test_every_operator_of_ours_is_launched_by_triton_or_by_torch():
@@ -99,11 +94,6 @@ def test_a_call_outside_of_an_autograd_function_has_no_gradient_and_says_so():
 def test_a_kernel_is_called_without_the_dispatcher_unless_someone_watches(monkeypatch):
     called: list[str] = []
 
-    class Watches(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-            called.append(str(func))
-            return func(*args, **(kwargs or {}))
-
     def kernel(*args: Any) -> torch.Tensor:
         called.append("kernel")
         return norm_modulate._init_fn(*args)
@@ -117,7 +107,7 @@ def test_a_kernel_is_called_without_the_dispatcher_unless_someone_watches(monkey
         norm_modulate(*args)
     assert "coat::norm_modulate" in {event.name for event in profile.events()}
     assert called == ["kernel"]
-    with Watches():
+    with OperatorLog(lambda func, _: called.append(str(func))):
         watched = norm_modulate(*args)
     assert torch.equal(watched, found)
     assert called == ["kernel", "coat.norm_modulate.default"]

@@ -108,8 +108,7 @@ def test_operators_are_torchs_linear_and_activation(activation, dtype, rank):
     for op, found, after in ((mlp_activation, results, ()), (mlp_activation_down, next_results, (down,))):
         arguments = (attention, mlp, h, up, *after, *how)
         assert_casts(op, found, arguments, values, attention, whole_mlp)
-        casts = declarations[op._qualname](found, *arguments)
-        assert [cast.kind for cast in casts] == ["input", None, None]
+        assert [cast.kind for cast in declarations[op._qualname](found, *arguments)] == ["input", None, None]
     alone = mlp_activation(None, mlp, h, up, *NOTHING_SAVED, 32, dtype, activation)
     assert_bitwise(alone[0], values[..., 48:].contiguous())
     assert all(x.shape == (0,) for x in alone[1:])
@@ -219,8 +218,7 @@ def test_kernel(case, device):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_kernels_in_half_precision(activation, dtype, rank, device):
     inputs = [x if x is None else x / 4 for x in given(activation, 48, 96, rank, dtype)]
-    granularity = "per_row" if rank else "per_tensor"
-    arguments = (*inputs, "e4m3", granularity, "none", 16, dtype, activation)
+    arguments = (*inputs, "e4m3", "per_row" if rank else "per_tensor", "none", 16, dtype, activation)
     # two or three roundings, each to a neighbour that the interpreter's truncation may choose otherwise
     assert_follows(mlp_activation, arguments, device, 3 * BF16_ULP_RTOL)
     dh, down = (inputs[2], torch.randn(rank, 96).to(dtype)) if rank else (None, None)
@@ -241,8 +239,7 @@ def test_gelu_keeps_its_relative_precision_at_negative_x(device):
 def test_kernels_match_the_reference_in_bf16():
     mlp, grad = 3 * torch.randn(2, 64, 12288, device="cuda").bfloat16(), torch.randn(2, 64, 12288, device="cuda")
     attention = torch.randn(2, 64, 3072, device="cuda").bfloat16()
-    how = ("e4m3", "per_row", "none", 128, BF16)
-    values = kernel_of(mlp_activation)(attention, mlp, None, None, *how)[0]
+    values = kernel_of(mlp_activation)(attention, mlp, None, None, "e4m3", "per_row", "none", 128, BF16)[0]
     expected = torch.cat([attention, act(mlp.double(), GELU).to(BF16)], dim=-1)
     torch.testing.assert_close(values, expected, rtol=BF16_ULP_RTOL, atol=GELU_RTOL * 15)
     dmlp = kernel_of(mlp_activation_backward)(grad, None, None, mlp, None, 128, BF16)
@@ -351,18 +348,6 @@ def test_groups_across_the_halves_are_the_references(device):
 
 
 # -- the gradient of a down-projection
-def gradient_arguments(
-    s: int, rank: int, d: int, f: int, group: int, dtype: torch.dtype = FP32, dtype_down: torch.dtype = FP32
-) -> tuple[Any, ...]:
-    """dh, the end of wider rows; attention, None where D is 0, and mlp: values where the group is 0."""
-    dh, mlp = torch.randn(2, s, 2 * rank + 3).to(dtype)[..., -rank:], (3 * torch.randn(2, s, f)).to(dtype)
-    attention = torch.randn(2, s, d).to(dtype) if d else None
-    if not group:
-        return dh, attention, None, mlp, None, group, dtype, dtype_down
-    pair = (None, None) if attention is None else saved(attention, group)
-    return dh, *pair, *saved(mlp, group), group, dtype, dtype_down
-
-
 def assert_gradient(arguments: tuple[Any, ...], device: torch.device) -> None:
     """Assert the launcher's result to be the reference's, but for values that the interpreter truncates."""
     found = kernel_of(mlp_down_gradient)(*moved(arguments, device))
@@ -375,14 +360,23 @@ def assert_gradient(arguments: tuple[Any, ...], device: torch.device) -> None:
 @pytest.mark.triton
 @pytest.mark.parametrize(
     ("shares", "case"),
-    [(3, (1, 48, 200, 0)), (1, (24, 0, 70, 128)), (3, (40, 70, 65, 16)), (1, (16, 48, 130, 64, BF16, BF16))],
+    [
+        (3, (1, 48, 200, 0, FP32)),
+        (1, (24, 0, 70, 128, FP32)),
+        (3, (40, 70, 65, 16, FP32)),
+        (1, (16, 48, 130, 64, BF16)),
+    ],
     ids=str,
 )
 def test_down_gradient_kernel(shares, case, device, monkeypatch):
-    """Of ranks and groups, with the rows shared among so many programs."""
+    """Of ranks and groups, 0: of values; with the rows shared among so many programs."""
+    rank, d, f, group, dtype = case
     kernels = pytest.importorskip("coat_core.ops.gelu_kernel")
     monkeypatch.setattr(kernels, "_shared", lambda rows, *_: (shares, -(-rows // (32 * shares))))
-    assert_gradient(gradient_arguments(49, *case), device)
+    dh, mlp = torch.randn(2, 49, 2 * rank + 3).to(dtype)[..., -rank:], (3 * torch.randn(2, 49, f)).to(dtype)
+    attention = torch.randn(2, 49, d).to(dtype) if d else None
+    pairs = [saved(x, group) if group and x is not None else (x, None) for x in (attention, mlp)]
+    assert_gradient((dh, *pairs[0], *pairs[1], group, dtype, dtype), device)
 
 
 @pytest.mark.triton

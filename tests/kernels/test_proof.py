@@ -32,6 +32,7 @@ STEP = proof.ADAMW
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with as_on_cuda(monkeypatch):
         yield
+    dispatch.use_kernels("auto")
 
 
 def calls() -> list[proof.Call]:
@@ -223,11 +224,8 @@ def test_a_kernel_that_fails_in_a_step_is_replaced_and_the_call_repeated(monkeyp
     assert dispatch.replaced == {"coat::quantize": "ValueError: out of resources"}
     assert caplog.text.count("quantize: PyTorch reference in place of its kernel") == 1
     dispatch.use_kernels("all")
-    try:
-        with pytest.raises(ValueError, match="out of resources"):
-            _quantize(x, "e4m3", "per_row", 16, None)
-    finally:
-        dispatch.use_kernels("auto")
+    with pytest.raises(ValueError, match="out of resources"):
+        _quantize(x, "e4m3", "per_row", 16, None)
 
 
 @pytest.mark.parametrize(("policy", "left_out", "launched"), [
@@ -239,9 +237,6 @@ def test_the_policy_says_whose_kernels_run(policy, left_out, launched, monkeypat
     kernel, seen = dispatch.launcher_of, []
     monkeypatch.setattr(dispatch, "launcher_of", lambda name: (seen.append(name), kernel(name))[1])
     dispatch.use_kernels(policy, left_out)
-    try:
-        codes, scale = _quantize(torch.randn(4, 48), "e4m3", "per_row", 16, None)
-        dequantize(codes, scale, PER_ROW)
-    finally:
-        dispatch.use_kernels("auto")
+    codes, scale = _quantize(torch.randn(4, 48), "e4m3", "per_row", 16, None)
+    dequantize(codes, scale, PER_ROW)
     assert seen == launched

@@ -162,7 +162,7 @@ def with_own_angles(x: Streams, image: int | None = None) -> Streams:
 def test_images_may_have_angles_of_their_own(by, device):
     """Each image then gets what it gets alone."""
     x = streams((3, 5), 2, rank=4, hard=False)
-    x, grads = Streams(*moved(tuple(x), device)), [torch.randn(2, 8, 2, 16, device=device) for _ in range(3)]
+    x, grads = moved(x, device), [torch.randn(2, 8, 2, 16, device=device) for _ in range(3)]
 
     def both_ways(x: Streams, grads: list[Tensor]) -> list[Tensor]:
         backward = by(qkv_rope_backward)(grads, x.ys, [], x.weights, x.cos, x.sin, EPS, 16, FP32)

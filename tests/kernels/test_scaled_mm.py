@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from coat_core.formats import get_format
 from coat_core.granularity import PER_ROW, PER_TENSOR
@@ -22,7 +21,7 @@ from coat_core.ops.scaled_mm import (
 )
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
-from tests.helpers.operators import check_operator, moved, reference
+from tests.helpers.operators import OperatorLog, check_operator, moved, reference
 from tests.tolerances import FP32_ORDER_FLOOR_DB, SCALED_MM_BF16_FLOOR_DB, SCALED_MM_FP32_FLOOR_DB
 
 with suppress(ImportError):  # without triton
@@ -90,19 +89,6 @@ def test_gpu_path_calls_torchs_operator_rightly(a_scaling, b_scaling, dtype, bia
     assert_sqnr(scaled_mm(a, a_scale, b, b_scale, bias_N, dtype), ours, SCALED_MM_BF16_FLOOR_DB)
 
 
-class _Kernels(TorchDispatchMode):
-    """Records every operator but views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view and func is not torch.ops.aten._unsafe_view.default:
-            self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("weight", ["tensor", "row"])
 def test_a_row_wise_product_is_one_launch_where_the_weights_scale_is_kept(weight):
     a, a_scale, *_ = operands(torch.device("cpu"), m=7, scaling="row")
@@ -112,9 +98,11 @@ def test_a_row_wise_product_is_one_launch_where_the_weights_scale_is_kept(weight
     assert kept.shape == (32, 1)
     args = (a, a_scale, b), (bias, torch.bfloat16, True)
     expected = by_torchs_operator(*args[0], b_scale, *args[1])
-    with _Kernels() as kernels:
+    called: list[Any] = []
+    with OperatorLog(lambda func, _: called.append(func)):
         found = scaled_mm_on_cuda(*args[0], kept, *args[1])
-    assert kernels.names == ["aten::_scaled_mm"]
+    views = torch.ops.aten._unsafe_view.default
+    assert [func.name() for func in called if not func.is_view and func is not views] == ["aten::_scaled_mm"]
     assert_bitwise(found, expected)
 
 
