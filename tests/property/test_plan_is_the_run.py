@@ -1,13 +1,10 @@
 """`coat-flux plan` and the run take one decision: for a config and sizes both have the same `BlockPlan`."""
 
-import copy
-import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from coat_flux.blocks import runner as runner_module
 from coat_flux.blocks.apply import apply_coat
@@ -19,7 +16,8 @@ from coat_flux.plan.job import JobFacts
 from coat_flux.plan.predict import block_plan, optimizer_bytes, outside_bytes
 from coat_flux.trainers.standalone.network import add_lora
 from tests.helpers.engine_job import engine_job
-from tests.helpers.tiny_flux import build_transformer, make_tiny_flux
+from tests.helpers.flux import tiny_flux
+from tests.helpers.tiny_flux import make_tiny_flux
 from tests.integration.test_plan_measured import flux_inputs
 
 HELD = 1_000_000_000  # bytes of the models and adapters: a measured number, here the one that plan foresees
@@ -28,11 +26,6 @@ HELD = 1_000_000_000  # bytes of the models and adapters: a measured number, her
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_flux(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@functools.cache
-def frozen_model() -> Any:
-    return build_transformer(seed=0).to(torch.bfloat16).requires_grad_(False).train()
 
 
 def planned(job: JobConfig, room: float) -> tuple[JobFacts, BlockPlan]:
@@ -48,10 +41,9 @@ def planned(job: JobConfig, room: float) -> tuple[JobFacts, BlockPlan]:
 def run(facts: JobFacts, patch: pytest.MonkeyPatch) -> BlockPlan:
     """The plan of a real model after as many micro-batches as the job accumulates."""
     job, tokens = facts.job, facts.tokens
-    model = copy.deepcopy(frozen_model())
+    model = tiny_flux()
     apply_coat(model, job.coat, allow_recompute=job.train.gradient_checkpointing)
     runner = BlockRunner.of(model)
-    assert runner is not None
     if job.coat.memory.stream_blocks == "auto":
         runner.expect(reserve_bytes=outside_bytes(facts))
     patch.setattr(runner_module, "used_bytes", lambda _: (float(HELD - runner.plan.freed_bytes), 0))

@@ -1,7 +1,5 @@
 """What must hold of quantize and dequantize for every tensor that users (and hardware) come up with."""
 
-from dataclasses import dataclass
-
 import hypothesis.strategies as st
 import numpy as np
 import torch
@@ -17,17 +15,8 @@ formats = st.sampled_from(list(FORMATS.values()))
 granularities = st.one_of(st.just(PER_TENSOR), st.just(PER_ROW), st.sampled_from(GROUP_SIZES).map(per_group))
 
 
-@dataclass(frozen=True)
-class Case:
-    """One tensor to quantize, and how."""
-
-    x: torch.Tensor
-    fmt: Format
-    granularity: Granularity
-
-
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn) -> tuple[torch.Tensor, Format, Granularity]:
     """A tensor of 1 to 3 dimensions with tails shorter than a group, zeros, outliers, strides and heavy tails."""
     shape = (*draw(st.lists(st.integers(1, 5), max_size=2)), draw(st.integers(1, 300)))
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
@@ -43,7 +32,7 @@ def cases(draw: st.DrawFn) -> Case:
     if draw(st.booleans()):
         x[..., : min(128, shape[-1])] = 0.0  # at least one whole group up to 1×128
     x = _with_strides(x.to(dtype), draw(st.sampled_from(["dense", "sliced", "transposed"])))
-    return Case(x, draw(formats), draw(granularities))
+    return x, draw(formats), draw(granularities)
 
 
 def _with_strides(x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -73,34 +62,33 @@ def _groups(x: torch.Tensor, granularity: Granularity) -> list[tuple[tuple[int, 
 @given(cases())
 def test_each_group_has_its_scale_and_each_element_is_within_half_a_step(case):
     """Half an ulp, relative for normals and absolute for subnormals."""
-    codes, scale, granularity = quantize(case.x, case.fmt.name, case.granularity)
-    assert (codes.dtype, codes.shape, granularity) == (case.fmt.dtype, case.x.shape, case.granularity)
-    assert (scale.dtype, tuple(scale.shape)) == (torch.float32, case.granularity.scale_shape(tuple(case.x.shape)))
-    groups, decoded = (_groups(x, granularity) for x in (case.x, dequantize(codes, scale, granularity)))
+    x, fmt, granularity = case
+    codes, scale, of_codes = quantize(x, fmt.name, granularity)
+    assert (codes.dtype, codes.shape, of_codes) == (fmt.dtype, x.shape, granularity)
+    assert (scale.dtype, tuple(scale.shape)) == (torch.float32, granularity.scale_shape(tuple(x.shape)))
+    groups, decoded = (_groups(values, granularity) for values in (x, dequantize(codes, scale, granularity)))
     assert len(groups) == scale.numel()
     for (index, elements), (_, back) in zip(groups, decoded, strict=True):
         amax = np.abs(elements).max()
-        least = max(amax / np.float32(case.fmt.max), np.float32(SMALLEST_SCALE))
+        least = max(amax / np.float32(fmt.max), np.float32(SMALLEST_SCALE))
         assert scale[index].item() == float(least if amax > 0 else np.float32(1.0))
-        assert amax < case.fmt.max * SMALLEST_SCALE or (np.abs(back).max() == np.float32(case.fmt.max) * least)
-        x, step = elements.astype(np.float64), float(scale[index])
-        half_step = np.maximum(
-            np.abs(x) * 2.0 ** -(case.fmt.mantissa_bits + 1),
-            step * case.fmt.smallest_normal * 2.0 ** -(case.fmt.mantissa_bits + 1),
-        )
-        assert (np.abs(x - back) <= half_step + np.abs(x) * FP32_ROUNDING).all()
-        assert (back[x == 0] == 0).all()
-        assert (np.sign(back) * np.sign(x) >= 0).all()
+        assert amax < fmt.max * SMALLEST_SCALE or (np.abs(back).max() == np.float32(fmt.max) * least)
+        exact, smallest = elements.astype(np.float64), float(scale[index]) * fmt.smallest_normal
+        half_step = np.maximum(np.abs(exact), smallest) * 2.0 ** -(fmt.mantissa_bits + 1)
+        assert (np.abs(exact - back) <= half_step + np.abs(exact) * FP32_ROUNDING).all()
+        assert (back[exact == 0] == 0).all()
+        assert (np.sign(back) * np.sign(exact) >= 0).all()
 
 
 @given(cases())
 def test_neither_memory_layout_nor_another_round_trip_changes_codes(case):
-    first = quantize(case.x, case.fmt.name, case.granularity)
-    dense = quantize(case.x.contiguous(), case.fmt.name, case.granularity)
+    x, fmt, granularity = case
+    first = quantize(x, fmt.name, granularity)
+    dense = quantize(x.contiguous(), fmt.name, granularity)
     assert_bitwise(first.codes.view(torch.uint8).contiguous(), dense.codes.view(torch.uint8))
     assert_bitwise(first.scale, dense.scale)
-    second = quantize(first.dequantize(), case.fmt.name, case.granularity)
+    second = quantize(first.dequantize(), fmt.name, granularity)
     assert_bitwise(second.codes.view(torch.uint8), first.codes.view(torch.uint8))
     torch.testing.assert_close(second.scale, first.scale, rtol=FP32_ROUNDING, atol=0.0)
-    back = dequantize(first.codes, first.scale, case.granularity, torch.float16)
+    back = dequantize(first.codes, first.scale, granularity, torch.float16)
     assert_bitwise(first.dequantize(torch.float16).contiguous(), back.contiguous())
