@@ -88,14 +88,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, reason in reasons.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
-        if torch.cuda.is_available() and item.get_closest_marker("triton") and _device_of(item) == "cpu":
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if torch.cuda.is_available() and item.get_closest_marker("triton") and params.get("device") == "cpu":
             item.add_marker(pytest.mark.skip(reason="Triton's interpreter runs kernels where there is no GPU"))
-
-
-def _device_of(item: pytest.Item) -> object:
-    return (
-        item.callspec.params.get("device") if isinstance(item, pytest.Function) and hasattr(item, "callspec") else None
-    )
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,6 @@ def assert_sqnr(x: Tensor, x_hat: Tensor, floor_db: float) -> None:
 
 
 def cosine(x: Tensor, y: Tensor) -> float:
-    """Cosine of the angle between two tensors as vectors."""
     return torch.nn.functional.cosine_similarity(x.detach().double().flatten(), y.detach().double().flatten(), 0).item()
 
 

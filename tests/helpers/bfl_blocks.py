@@ -35,11 +35,8 @@ class QKNorm(nn.Module):
 class SelfAttention(nn.Module):
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
-        self.qkv, self.norm, self.proj = (
-            nn.Linear(hidden, 3 * hidden),
-            QKNorm(hidden // heads),
-            nn.Linear(hidden, hidden),
-        )
+        self.qkv, self.proj = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.norm = QKNorm(hidden // heads)
 
 
 def attended(qkvs: list[Tensor], norms: list[QKNorm], heads: int, pe: Tensor, mask: Tensor) -> Tensor:

@@ -107,7 +107,6 @@ def train(name: str, place: dict[str, Path], from_step: int | None = None, **blo
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder's files."""
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
@@ -119,7 +118,6 @@ def assert_same_end(run: Path, other: Path) -> None:
 
 def _end_of(run: Path) -> dict[str, Tensor]:
     folder = newest_set(run)
-    assert folder is not None
     files = [path for path in folder.rglob("*.safetensors") if path.name != "rng.safetensors"]
     tensors = {f"{path.relative_to(folder)} {key}": x for path in files for key, x in load_file(path).items()}
     saved = torch.load(folder / "optimizer.pt", weights_only=True)

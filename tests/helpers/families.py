@@ -49,7 +49,6 @@ class Family:
     small: int = 256  # hidden size of a block whose linears become FP8: their widths must be multiples of 16
 
     def heads(self, hidden: int) -> int:
-        """How many a block of this size has."""
         if self.head:
             return hidden // self.head
         return self.few if hidden < 1024 else hidden // 128
@@ -326,8 +325,7 @@ def _adapted(block: nn.Module, adapters: str, names: list[str], rank: int, lora:
     if adapters == "peft":
         from peft import LoraConfig, inject_adapter_in_model
 
-        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, **lora)
-        inject_adapter_in_model(config, block)
+        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, **lora), block)
     return None
 
 

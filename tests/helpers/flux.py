@@ -59,7 +59,6 @@ def flux_inputs(dtype: torch.dtype = torch.bfloat16, batch: int = 1, side: int =
 
 
 def predict(model: nn.Module, **options: Any) -> Tensor:
-    """The transformer's output."""
     prediction: Tensor = model(**flux_inputs(model.dtype, **options), return_dict=False)[0]
     return prediction
 
@@ -76,7 +75,6 @@ def lora_gradients(model: nn.Module, **options: Any) -> dict[str, Tensor]:
 
 
 def step_of(model: nn.Module, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Output and gradients of one step."""
     output = predict(model, **options)
     loss_of(output).backward()
     gradients = {name: param.grad.detach().clone() for name, param in lora_parameters(model).items()}

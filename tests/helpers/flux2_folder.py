@@ -1,6 +1,5 @@
 """A tiny FLUX.2 klein with random weights, as a folder that diffusers' own pipeline loads."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,6 @@ def write_flux2(folder: Path, **transformer: Any) -> Path:
         is_distilled=True,
     )
     pipeline.save_pretrained(folder)
-    assert json.loads((folder / "model_index.json").read_text())["_class_name"] == "Flux2KleinPipeline"
     return folder
 
 

@@ -67,13 +67,11 @@ def _add_peft(model: Any, names: list[str], rank: int) -> None:
 
 
 def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The adapters' matrices by full name."""
     root = vars(model).get("toolkit_network", model)
     return {name: parameter for name, parameter in root.named_parameters() if ".lora_" in name}
 
 
 def loop_context(loop: str) -> contextlib.AbstractContextManager[Any]:
-    """What the loop's forward pass runs in."""
     return torch.autocast("cpu", torch.bfloat16) if loop == "autocast" else contextlib.nullcontext()
 
 

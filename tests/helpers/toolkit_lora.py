@@ -41,7 +41,6 @@ class LoRAModule(nn.Module):
         linear.forward = self.forward  # type: ignore[method-assign]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return linear(x) with the adapter's share."""
         base: Tensor = self.org_forward(x)
         adapted = self.lora_up(self.lora_down(x.to(self.lora_down.weight.dtype)))
         strengths = self.network_ref().torch_multiplier  # type: ignore[union-attr]
@@ -82,7 +81,6 @@ class LokrModule(nn.Module):
         return whole if whole is not None else getattr(self, f"{name}_a") @ getattr(self, f"{name}_b")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return linear(x) with the adapter's share."""
         base: Tensor = self.org_forward(x)
         strength = self.network_ref().torch_multiplier.mean()  # type: ignore[union-attr]
         matrix = torch.kron(self._matrix("lokr_w1"), self._matrix("lokr_w2")) * self.scale * strength

@@ -75,7 +75,6 @@ class Checkout:
         """
         path = self._write(name, name, entry, as_json=bool(environment))
         process = self._begin([path], environment or {}, processes=processes)
-        assert process.stdout is not None
         lines = []
         for line in process.stdout:
             lines.append(line)

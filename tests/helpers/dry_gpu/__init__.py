@@ -78,7 +78,6 @@ class DryGPU:
             self._captures_now = False
 
     def launch(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """In place of a launch."""
         for x in (*args, *keywords.values()):
             self.operators.memory.read(x)
         self.launches[check_launch(kernel, grid, args, keywords)] += 1

@@ -111,7 +111,6 @@ class CardView(TorchFunctionMode):
         return nullcontext() if self.hidden or self in _get_current_function_mode_stack() else self
 
     def is_pinned(self, x: Tensor) -> bool:
-        """Whether a CPU tensor was made in pinned memory."""
         return x.untyped_storage() in self.pinned
 
 

@@ -71,7 +71,6 @@ class Memory:
 
 @contextmanager
 def stream(chosen: Stream) -> Iterator[None]:
-    """torch.cuda.stream."""
     before, Stream.current = Stream.current, chosen
     try:
         yield
@@ -80,5 +79,4 @@ def stream(chosen: Stream) -> Iterator[None]:
 
 
 def current_stream(*_: Any) -> Stream:
-    """torch.cuda.current_stream."""
     return Stream.current
