@@ -207,15 +207,12 @@ def test_a_change_in_place_makes_a_second_copy_and_the_first_stays_right():
 
 def test_an_address_used_again_is_not_taken_for_the_old_tensor():
     gates = [torch.ones(8, 64, requires_grad=True) for _ in range(16)]
-    total, values = torch.zeros(()), []
+    total = torch.zeros(())
     with PackedSavedTensors(SMALL):
-        for i, gate in enumerate(gates):
-            x = torch.full((8, 64), float(i + 1))
-            values.append(float(i + 1))
-            total = total + (x * gate).sum()
-            del x
+        for value, gate in enumerate(gates, start=1):
+            total = total + (torch.full((8, 64), float(value)) * gate).sum()
     total.backward()
-    assert [gate.grad.mean().item() for gate in gates] == pytest.approx(values)
+    assert [gate.grad.mean().item() for gate in gates] == pytest.approx(list(range(1, 17)))
 
 
 def near(found: Tensor, exact: Tensor, inputs: tuple[Tensor, ...]) -> None:

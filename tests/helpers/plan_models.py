@@ -113,9 +113,8 @@ def measure(arch: str, root: Path, qtype: str = "", checkpointing: str = "none")
         size = block_bytes(block, facts.tokens, settings)
         saved += size.recomputed if again else size.kept
     sizes = {"weights": facts.transformer_bytes, "weights_counted": weights}
-    kind = type(model).__name__
     sizes |= {"saved": saved, "saved_counted": kept_bytes(run)}
-    return {"arch": arch, "class": kind, "qtype": qtype, **sizes, "assumed": facts.assumed}
+    return {"arch": arch, "class": type(model).__name__, "qtype": qtype, **sizes, "assumed": facts.assumed}
 
 
 def main() -> None:
