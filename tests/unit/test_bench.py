@@ -1,6 +1,7 @@
 """`coat-flux bench`: its rows, the work of a step against published counts, medians, processes, the tests before it."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,8 +30,7 @@ def test_operations_of_a_step(resolution, tokens, linear, attention):
     assert linears / 1e12 == pytest.approx(linear, abs=0.01)
     assert attended / 1e12 == pytest.approx(attention, abs=0.02)
     assert adapters / 3 / (linears / 2) == pytest.approx(0.0075, abs=5e-5)
-    batch = step_work(FLUX, resolution, 4, recomputed=False)
-    assert batch == pytest.approx([4 * part for part in work])
+    assert step_work(FLUX, resolution, 4, recomputed=False) == pytest.approx([4 * part for part in work])
     full = step_work(FLUX, resolution, 1, recomputed=False, full=True)
     assert full == (pytest.approx(1.5 * linears), attended, 0)
 
@@ -71,11 +71,8 @@ def test_references_are_never_timed_as_our_kernels(monkeypatch, level, name):
     ],
 )
 def test_errors_become_results(monkeypatch, configuration, error, status, reason):
-    def fail(*_: Any) -> None:
-        raise error
-
     monkeypatch.setattr(worker, "is_installed", lambda package: package != "optimum.quanto")
-    monkeypatch.setattr(worker, "make_model", fail)
+    monkeypatch.setattr(worker, "make_model", Mock(side_effect=error))
     result = worker.run(spec("step", configuration))
     assert (result["status"], result["reason"]) == (status, reason)
     assert reason[:40].split(": ")[-1] in result["traceback"]

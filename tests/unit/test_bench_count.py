@@ -1,5 +1,6 @@
 """How many launches a step takes, held; and what the step model makes of them."""
 
+import functools
 import json
 from collections import Counter
 
@@ -35,10 +36,14 @@ HELD_MS_BY_BYTES = 74.8  # the same without instructions
 PRODUCTS = {"double": 8, "single": 2}  # FP8 GEMMs of a block in each direction
 
 
-@pytest.fixture(scope="module")
+@functools.cache
+def counted(name: str) -> Recorder:
+    return count_step(COATConfig.from_dict(dict(named(COUNT)[name].coat or {})), limits.Geometry(), 512)
+
+
+@pytest.fixture
 def step() -> Recorder:
-    row = named(COUNT)["coat_transposed"]
-    return count_step(COATConfig.from_dict(dict(row.coat or {})), limits.Geometry(), 512)
+    return counted("coat_transposed")
 
 
 def test_a_step_has_no_more_launches_than_before(step):
@@ -54,11 +59,11 @@ def test_a_step_has_no_more_launches_than_before(step):
 def test_int8_takes_the_launches_and_bytes_of_fp8(step):
     config = COATConfig.from_dict(dict(named(COUNT)["coat_transposed"].coat or {})).with_weights_in("int8")
     sums = []
-    for counted in (step, count_step(config, limits.Geometry(), 512)):
-        times = [counted.times.get(launch.region, 1) for launch in counted.launches]
-        launches = sum(launch.count * n for launch, n in zip(counted.launches, times, strict=True))
-        size = sum(launch.bytes * n for launch, n in zip(counted.launches, times, strict=True))
-        sums.append((launches, size, sum(x.flops for x in counted.launches if x.kind in ("fp8", "int8"))))
+    for each in (step, count_step(config, limits.Geometry(), 512)):
+        times = [each.times.get(launch.region, 1) for launch in each.launches]
+        launches = sum(launch.count * n for launch, n in zip(each.launches, times, strict=True))
+        size = sum(launch.bytes * n for launch, n in zip(each.launches, times, strict=True))
+        sums.append((launches, size, sum(x.flops for x in each.launches if x.kind in ("fp8", "int8"))))
     (launches, size, flops), in_int8 = sums
     assert in_int8[0] <= 1.05 * launches
     assert in_int8[1] <= 1.01 * size
@@ -80,14 +85,10 @@ def test_a_step_is_modelled_to_take_no_longer(step):
 @pytest.mark.parametrize("name", named(COUNT))
 def test_every_kernel_of_a_step_has_its_instructions(name):
     """If not: `python scripts/compile_kernels.py --instructions extensions/coat_flux/bench/instructions.tsv`."""
-    counted = count_step(COATConfig.from_dict(dict(named(COUNT)[name].coat or {})), limits.Geometry(), 512)
-    launches = {launch.part: launch.launched for launch in counted.launches if launch.launched is not None}
-    assert len(launches) > 15
-    missing = {
-        x.part for x in counted.launches if x.launched is not None and limits.key_of(x.launched) not in limits.ROWS
-    }
-    assert missing == set()
-    fewest = min(limits.issue(MODELLED["h200"], launched)[1] for launched in launches.values())
+    launches = [(x.part, x.launched) for x in counted(name).launches if x.launched is not None]
+    assert len({part for part, _ in launches}) > 15
+    assert {part for part, launched in launches if limits.key_of(launched) not in limits.ROWS} == set()
+    fewest = min(limits.issue(MODELLED["h200"], launched)[1] for _, launched in launches)
     assert fewest >= 4, "a program has four warps"
 
 
@@ -136,10 +137,8 @@ def test_a_launch_takes_the_longer_of_memory_and_arithmetic():
     full = (128 * 132, 256, 64)
     assert limits.kernel_ms(card, 1.0, 5e11, "bf16", full) == pytest.approx(5.0 + limits.LAUNCH_MS)
     one_tile_more = (128 * 133, 256, 64)
-    flops = 5e11 * 133 / 132
-    assert limits.kernel_ms(card, 1.0, flops, "bf16", one_tile_more) == pytest.approx(
-        2 * 5.0 * 3 / 4 / 0.9 + limits.LAUNCH_MS
-    )
+    ms = limits.kernel_ms(card, 1.0, 5e11 * 133 / 132, "bf16", one_tile_more)
+    assert ms == pytest.approx(2 * 5.0 * 3 / 4 / 0.9 + limits.LAUNCH_MS)
 
 
 def test_the_command_writes_count_json(tmp_path, capsys):

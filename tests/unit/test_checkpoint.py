@@ -173,8 +173,7 @@ def test_the_step_to_go_back_to_is_well_before_the_doubt_and_has_small_weights(t
     for step, growth in ((10, 1.2), (20, 12.0)):
 
         def write(folder: Path, growth: float = growth) -> None:
-            record = json.dumps({"guard": {"growth": growth}})
-            (folder / "state.json").write_text(record, encoding="utf-8")
+            (folder / "state.json").write_text(json.dumps({"guard": {"growth": growth}}), encoding="utf-8")
 
         assert good_step(tmp_path, 20, 5) == (10 if step == 20 else None)
         commit(tmp_path, step, write, {})
@@ -287,9 +286,6 @@ def test_a_folder_takes_one_process_at_a_time_and_a_killed_one_leaves_it_free(tm
 
 
 # -- where a run is saved ----------------------------------------------------------------------------------------------
-SPACE = SaveSpace(lora=100_000_000, state=300_000_000, loras=4)
-
-
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that nobody can write")
 def test_a_folder_that_cannot_be_written_is_found_and_one_that_can_stays_as_it_was(tmp_path):
     assert check_output(tmp_path / "new" / "run") == ([], [])
@@ -303,15 +299,16 @@ def test_a_folder_that_cannot_be_written_is_found_and_one_that_can_stays_as_it_w
 
 
 def test_the_room_is_told_before_it_runs_out(tmp_path, monkeypatch):
-    assert SPACE.most == 1_400_000_000
+    space = SaveSpace(lora=100_000_000, state=300_000_000, loras=4)
+    assert space.most == 1_400_000_000
     disk(monkeypatch, 300_000_000)
-    (error,), _ = check_output(tmp_path, SPACE)
+    (error,), _ = check_output(tmp_path, space)
     assert "one save takes 400.0 MB, 300.0 MB are free" in error
     disk(monkeypatch, 1_000_000_000)
-    errors, (warning,) = check_output(tmp_path, SPACE)
+    errors, (warning,) = check_output(tmp_path, space)
     assert (errors, "takes 1.4 GB (4 LoRAs of 100.0 MB, 2 states" in warning) == ([], True)
     disk(monkeypatch, 1_500_000_000)
-    assert check_output(tmp_path, SPACE) == ([], [])
+    assert check_output(tmp_path, space) == ([], [])
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links need rights there")

@@ -14,8 +14,6 @@ from coat_flux.data.preflight import DataReport
 from tests.helpers.engine_job import engine_job
 from tests.reliability.photos import good_folder, jpeg, write
 
-GREEN = (0, 160, 64)
-
 
 def run(*arguments: object) -> int:
     return main(["data", *map(str, arguments)])
@@ -30,7 +28,7 @@ def test_a_good_folder_is_reported_and_drawn(tmp_path, capsys):
     assert [line.split(":")[1] for line in out if line.startswith(("warning", "error"))] == [" datasets"]
     with Image.open(sheet) as image:
         pixels = np.asarray(image.convert("RGB"))
-    assert (pixels == GREEN).all(axis=-1).sum() > 3 * 4 * 60
+    assert (pixels == (0, 160, 64)).all(axis=-1).sum() > 3 * 4 * 60  # green frames
 
 
 def test_errors_are_printed_counted_and_drawn(tmp_path, capsys, monkeypatch):

@@ -53,8 +53,7 @@ def test_grey_is_linear_and_a_latent_has_its_upper_left_pixel(tmp_path):
     image = np.zeros((64, 64), np.uint8)
     image[::8, ::8] = 51  # 0.2
     Image.fromarray(image).save(tmp_path / "a.png")
-    mask = Mask(tmp_path / "a.png", (64, 64), (64, 64), least=0.5)
-    assert columns(mask) == pytest.approx([0.6] * 8)
+    assert columns(Mask(tmp_path / "a.png", (64, 64), (64, 64), least=0.5)) == pytest.approx([0.6] * 8)
 
 
 def test_blur_is_at_most_half_a_percent_of_the_shorter_side(tmp_path):
@@ -106,10 +105,9 @@ def test_the_loss_is_that_inside_the_mask_whose_mean_over_the_batch_is_1():
 def test_the_weight_of_regularization_multiplies_that_of_the_timestep():
     batch = {"latents": torch.zeros(2, 16, 8, 8), "weights": torch.tensor([1.0, 0.25])}
     for train in (TrainSection(), TrainSection(timestep_type="weighted")):
-        drawn = Objective(None, train, None, 3, torch.float32).draw(batch, 5)  # type: ignore[arg-type]
-        plain = Objective(None, train, None, 3, torch.float32).draw({"latents": batch["latents"]}, 5)  # type: ignore[arg-type]
-        expected = plain.get("weights", torch.ones(2)) * batch["weights"]
-        assert torch.equal(drawn["weights"], expected)
+        objective = Objective(None, train, None, 3, torch.float32)  # type: ignore[arg-type]
+        drawn, plain = objective.draw(batch, 5), objective.draw({"latents": batch["latents"]}, 5)
+        assert torch.equal(drawn["weights"], plain.get("weights", torch.ones(2)) * batch["weights"])
 
 
 def report(folder: Path, trigger: str | None = None, **settings: Any) -> DataReport:
@@ -122,18 +120,6 @@ def test_captions_of_regularization_get_no_trigger_word(tmp_path):
         (tmp_path / f"{seed}.txt").write_text(text)
     samples = report(tmp_path, "ohwx", is_reg=True).usable()
     assert [(sample.caption, sample.dropped_caption) for sample in samples] == [("a ohwx coat", ""), ("a coat", "")]
-
-
-@pytest.fixture
-def photos(tmp_path: Path) -> Path:
-    """Two photos with masks beside their folder."""
-    folder = tmp_path / "photos"
-    folder.mkdir()
-    for seed, name in enumerate("ab"):
-        noise((128, 64), seed=seed).save(folder / f"{name}.png")
-        (folder / f"{name}.txt").write_text(f"a coat, {name}")
-        paint(tmp_path / "masks" / f"{name}.png", (128, 64), white=(50, 10, 80, 50))
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -153,8 +139,13 @@ def photos(tmp_path: Path) -> Path:
         ({}, {"masks": "among the photos"}, "is inside", ""),
     ],
 )  # fmt: skip
-def test_masks_that_cannot_be_meant(photos, change, settings, error, warning):
-    masks = photos.parent / "masks"
+def test_masks_that_cannot_be_meant(tmp_path, change, settings, error, warning):
+    photos, masks = tmp_path / "photos", tmp_path / "masks"
+    photos.mkdir()
+    for seed, name in enumerate("ab"):
+        noise((128, 64), seed=seed).save(photos / f"{name}.png")
+        (photos / f"{name}.txt").write_text(f"a coat, {name}")
+        paint(masks / f"{name}.png", (128, 64), white=(50, 10, 80, 50))
     for name, what in change.items():
         if what is None:
             (masks / name).unlink()

@@ -37,24 +37,22 @@ COUNTS = st.lists(st.integers(1, 7), min_size=1, max_size=4)
 
 @given(SIDES, SIDES, RESOLUTIONS)
 def test_a_bucket_is_within_the_budget_and_a_step_of_the_ideal_sides(width, height, resolution):
-    step = STEP
     bucket = bucket_for(width, height, resolution)
-    assert bucket.width % step == bucket.height % step == 0
-    assert bucket.width >= step <= bucket.height
+    assert bucket.width % STEP == bucket.height % STEP == 0
+    assert bucket.width >= STEP <= bucket.height
     assert bucket.width * bucket.height <= resolution * resolution
-    assert bucket.width < width + step  # not enlarged beyond rounding
-    assert bucket.height < height + step
+    assert bucket.width < width + STEP  # not enlarged beyond rounding
+    assert bucket.height < height + STEP
     scale = min(1.0, resolution / math.sqrt(width * height))
-    assume(min(width, height) * scale >= step)
-    assert abs(bucket.width - width * scale) < step
-    assert abs(bucket.height - height * scale) < step
+    assume(min(width, height) * scale >= STEP)
+    assert abs(bucket.width - width * scale) < STEP
+    assert abs(bucket.height - height * scale) < STEP
 
 
 def test_fit_crops_the_centre_and_keeps_the_aspect():
     pixels = np.zeros((64, 192, 3), dtype=np.uint8)
     pixels[:, 64:128] = 255
-    fitted = np.asarray(fit_to_bucket(Image.fromarray(pixels), Bucket(64, 64)))
-    assert fitted.min() == 255
+    assert np.asarray(fit_to_bucket(Image.fromarray(pixels), Bucket(64, 64))).min() == 255
     tall = np.asarray(fit_to_bucket(Image.fromarray(pixels.transpose(1, 0, 2)), Bucket(32, 32)))
     assert tall[4:-4].min() == 255
     exact = np.random.default_rng(0).integers(0, 256, (32, 64, 3), dtype=np.uint8)
@@ -67,8 +65,7 @@ def test_buckets_are_ai_toolkits():
     spec = importlib.util.spec_from_file_location("host_buckets", file)
     host = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(host)
-    rng = np.random.default_rng(0)
-    for width, height in rng.integers(64, 5000, (3000, 2)).tolist():
+    for width, height in np.random.default_rng(0).integers(64, 5000, (3000, 2)).tolist():
         for resolution in (512, 768, 1024):
             theirs = host.get_bucket_for_image_size(width, height, resolution, 32)
             ours = bucket_for(width, height, resolution)

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,19 +13,8 @@ from coat_flux.data import prepare as prepare_module
 from coat_flux.data.files import DatasetError
 from coat_flux.data.images import read_photo
 from coat_flux.data.prepare import prepare_copy
-from tests.reliability.photos import (
-    DISPLAY_P3,
-    SRGB,
-    cutout,
-    deep_png,
-    encoded,
-    good_folder,
-    half,
-    jpeg,
-    matrix_profile,
-    noise,
-    write,
-)
+from tests.reliability import photos
+from tests.reliability.photos import cutout, deep_png, encoded, good_folder, half, jpeg, noise, write
 
 
 def turned(orientation: int) -> Image.Exif:
@@ -37,15 +27,15 @@ def turned(orientation: int) -> Image.Exif:
 def folder(tmp_path) -> Path:
     """Two photos that ai-toolkit reads right, and one of each kind that it does not."""
     folder = good_folder(tmp_path / "photos", 2)
-    photos = {
-        "srgb.jpg": jpeg(seed=1, icc_profile=matrix_profile(SRGB)),
-        "phone.jpg": jpeg((96, 64), seed=2, icc_profile=matrix_profile(DISPLAY_P3), exif=turned(6)),
+    files = {
+        "srgb.jpg": jpeg(seed=1, icc_profile=photos.matrix_profile(photos.SRGB)),
+        "phone.jpg": jpeg((96, 64), seed=2, icc_profile=photos.matrix_profile(photos.DISPLAY_P3), exif=turned(6)),
         "sideways.jpg": jpeg((96, 64), seed=3, exif=turned(8)),
         "cut.png": cutout(100),
         "sub/scan.png": deep_png(np.random.default_rng(0).integers(0, 65536, (64, 64, 1))),
         "sub/plain.webp": encoded(noise(seed=4), "WEBP"),
     }
-    for name, content in photos.items():
+    for name, content in files.items():
         write(folder / name, content)
         write((folder / name).with_suffix(".txt"), f"caption of {name}")
     return folder
@@ -191,9 +181,7 @@ def test_a_run_that_was_killed_leaves_the_old_copy_and_is_finished_by_the_next(f
 
 @pytest.mark.parametrize("way", ["symlink", "link", "copy"])
 def test_where_links_cannot_be_made_files_are_copied(folder, tmp_path, monkeypatch, way):
-    def refused(*_):
-        raise OSError("no privilege")
-
+    refused = Mock(side_effect=OSError("no privilege"))
     if way != "symlink":
         monkeypatch.setattr(prepare_module.os, "symlink", refused)
     if way == "copy":
@@ -205,13 +193,10 @@ def test_where_links_cannot_be_made_files_are_copied(folder, tmp_path, monkeypat
 
 
 def test_what_cannot_be_copied_is_an_error(folder, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
     with pytest.raises(DatasetError, match="within the dataset"):
         prepare_copy(folder, folder / "run" / "data")
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "_make", full)
+        patch.setattr(prepare_module, "_make", Mock(side_effect=OSError(28, "No space left on device")))
         with pytest.raises(DatasetError, match="No space left on device"):
             prepare_copy(folder, tmp_path / "copy")
     assert not (folder / "run").exists()

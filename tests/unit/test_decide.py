@@ -51,8 +51,7 @@ def test_auto_recomputes_more_the_less_is_free():
     assert counts[0] == 0 < counts[1] <= counts[2] <= counts[3] == 4
     short = plan_of(replace(STEP, free_bytes=0.0))
     assert (short.free_bytes, short.peak_bytes > 0) == (0.0, True)
-    accumulating = replace(STEP, free_bytes=float(peak), accumulates=True)
-    assert plan_of(accumulating).recomputed != []
+    assert plan_of(replace(STEP, free_bytes=float(peak), accumulates=True)).recomputed != []
 
 
 def test_what_is_kept_or_recomputed_has_its_format():
@@ -162,7 +161,6 @@ def test_the_plan_counts_copies_from_the_first_step_on():
 
 GEMM = "W e4m3/per_tensor, x e4m3/per_row, dy e5m2"
 WEIGHT_ONLY = "W e4m3/per_tensor, high precision GEMM"
-ONE_ROW = "one row per image: reading the weight is all the time there is"
 
 
 # --- layers ---
@@ -210,7 +208,7 @@ def test_what_the_first_step_decides_is_known_after_it():
     assert all(isinstance(text, str) and text and "\n" not in text for text in found.values())
     assert found["coat.asked.transformer_blocks"] == GEMM
     assert found["coat.got.transformer_blocks"] == f"4 x {WEIGHT_ONLY}; 24 x {GEMM}"
-    assert found["coat.why.transformer_blocks"] == ONE_ROW
+    assert found["coat.why.transformer_blocks"].startswith("one row per image")
     assert found["coat.got.outside"] == "10 x high precision"
     assert "coat.asked.outside" not in found
 
@@ -292,7 +290,6 @@ def test_another_formula_is_warned_of_once_and_trained_through_diffusers_code(ca
 def test_arguments_that_a_reader_does_not_know_run_the_blocks_own_code_in_that_pass(caplog):
     model: Any = coat_flux_model()[0]
     runner = BlockRunner.of(model)
-    assert runner is not None
     for keywords, flow in (({}, "fused"), ({"joint_attention_kwargs": {"unknown": 1}}, "generic"), ({}, "fused")):
         with caplog.at_level(logging.WARNING, logger="coat_flux"):
             model(**flux_inputs(), **keywords, return_dict=False)

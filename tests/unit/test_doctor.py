@@ -248,18 +248,11 @@ def test_a_product_is_compared_and_timed(kind, monkeypatch):
     assert figures["tflops"] == pytest.approx(2 * 48 * 32 * 64 / (1e-6 * figures["us"]) / 1e12)
     assert not {"error", "refused"} & figures.keys()
 
-    def wrong(*args, **_):
-        return torch.ones(48, 32)
-
-    def refused(*args, **_):
-        raise RuntimeError("no\nkernel")
-
-    place = (
-        (torch.nn.functional, "linear") if kind == "bf16" else (on_gpu, "int8_mm" if kind == "int8" else "scaled_mm")
-    )
-    monkeypatch.setattr(*place, wrong)
+    others = {"bf16": (torch.nn.functional, "linear"), "int8": (on_gpu, "int8_mm")}
+    place = others.get(kind, (on_gpu, "scaled_mm"))
+    monkeypatch.setattr(*place, Mock(return_value=torch.ones(48, 32)))
     assert "must be 30 or more" in on_gpu.try_product(*how)["error"]
-    monkeypatch.setattr(*place, refused)
+    monkeypatch.setattr(*place, Mock(side_effect=RuntimeError("no\nkernel")))
     assert on_gpu.try_product(*how) == {"error" if kind == "bf16" else "refused": "RuntimeError: no"}
 
 

@@ -1,7 +1,6 @@
 """Colour and texture of a drawing against its photo, and which save is best."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -85,29 +84,18 @@ def test_a_perfect_model_redraws_the_photo_and_a_worse_one_does_not():
     assert again.rows()[2][1:] == right[1:]  # the same noise in another process
 
 
-class PlainVAE(nn.Module):
-    """One whose latents are the pixels, with FLUX.1's numbers or, with `bn`, as FLUX.2's are normalized."""
-
-    def __init__(self, bn: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-        self.config = SimpleNamespace(scaling_factor=0.3611, shift_factor=0.1159, batch_norm_eps=1e-4)
-        if bn:
-            self.bn = nn.BatchNorm2d(12)
-            self.bn.running_mean.uniform_(-1, 1)
-            self.bn.running_var.uniform_(0.5, 2)
-
-    def encode(self, x: Tensor) -> Any:
-        return SimpleNamespace(latent_dist=SimpleNamespace(mode=lambda: x))
-
-    def decode(self, x: Tensor, return_dict: bool) -> tuple[Tensor]:
-        return (x,)
-
-
 @pytest.mark.parametrize("bn", [False, True])
 def test_latents_are_decoded_as_they_were_encoded(bn):
-    pixels = torch.rand(1, 3, 8, 8) * 2 - 1
-    vae = PlainVAE(bn)
+    """By a VAE whose latents are the pixels, with FLUX.1's numbers or, with `bn`, as FLUX.2's are normalized."""
+    pixels, vae = torch.rand(1, 3, 8, 8) * 2 - 1, nn.Module()
+    vae.weight = nn.Parameter(torch.zeros(1))
+    vae.config = SimpleNamespace(scaling_factor=0.3611, shift_factor=0.1159, batch_norm_eps=1e-4)
+    vae.encode = lambda x: SimpleNamespace(latent_dist=SimpleNamespace(mode=lambda: x))
+    vae.decode = lambda x, return_dict: (x,)
+    if bn:
+        vae.bn = nn.BatchNorm2d(12)
+        vae.bn.running_mean.uniform_(-1, 1)
+        vae.bn.running_var.uniform_(0.5, 2)
     latents = encode_latents(vae, pixels)
     assert not torch.allclose(latents, pixels, atol=0.1)
     torch.testing.assert_close(decode_latents(vae, latents), pixels, rtol=0, atol=1e-6)

@@ -31,6 +31,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a card that is not there")
     monkeypatch.setattr(formats, "try_products_of", lambda *_: None)
+    card(monkeypatch)
 
 
 def card(monkeypatch: pytest.MonkeyPatch, refuses: Refuses = lambda a, b, rows: False, int8: bool = True) -> None:
@@ -95,7 +96,6 @@ AUTO = COATConfig.from_dict({"weight": {"format": "auto"}})
 
 @pytest.mark.parametrize(("ms", "taken"), [(1.0, "int8"), (3.0, "e4m3")])
 def test_auto_takes_the_faster_and_times_once(ms, taken, monkeypatch, caplog):
-    card(monkeypatch)
     clock = FormatClock(monkeypatch, int8=ms)
     with caplog.at_level(logging.INFO):
         config = config_for(CUDA, AUTO, (64, 32, 128))
@@ -114,7 +114,6 @@ def test_auto_takes_the_faster_and_times_once(ms, taken, monkeypatch, caplog):
 
 
 def test_timing_ends_in_time(monkeypatch):
-    card(monkeypatch)
     clock, now = FormatClock(monkeypatch), itertools.count(0.0, 1.0)
     monkeypatch.setattr(formats.time, "monotonic", lambda: next(now))
     config_for(CUDA, AUTO)
@@ -138,7 +137,6 @@ def test_auto_without_a_choice(refuses, int8, got, why, monkeypatch):
 
 
 def test_nothing_is_timed_where_it_may_not_be(monkeypatch):
-    card(monkeypatch)
     clock = FormatClock(monkeypatch)
     never = COATConfig.from_dict({"weight": {"format": "auto"}, "speed": {"measure": "never"}})
     assert config_for(CUDA, never).weight.format == "e4m3"
@@ -155,7 +153,6 @@ def test_nothing_is_timed_where_it_may_not_be(monkeypatch):
 
 
 def test_the_first_process_decides_for_all(monkeypatch):
-    card(monkeypatch)
     clock, sent = FormatClock(monkeypatch), []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
@@ -182,7 +179,6 @@ def test_e4m3_says_what_auto_would_gain_by_the_cards_peaks(monkeypatch):
 
 
 def test_doctor_and_check_show_both_times(monkeypatch, capsys):
-    card(monkeypatch)
     FormatClock(monkeypatch)
     monkeypatch.setattr(probes, "_gpus", lambda: [CUDA])
     (line,) = probes.weight_format()
@@ -200,7 +196,6 @@ def test_doctor_and_check_show_both_times(monkeypatch, capsys):
 
 
 def test_a_timing_that_fails_ends_no_run(monkeypatch):
-    card(monkeypatch)
     monkeypatch.setattr(formats, "_linear", lambda *_: lambda: 1 / 0)
     config = config_for(CUDA, AUTO)
     assert config.weight.format == "e4m3"

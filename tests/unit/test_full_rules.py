@@ -17,6 +17,7 @@ from coat_flux.config.coat import COATConfig
 from coat_flux.config.findings import ConfigError
 from coat_flux.config.job import JobConfig, coat_of_entry
 from coat_flux.trainers.full import UpdateInBackward
+from tests.helpers.changes import change
 from tests.helpers.engine_job import engine_job
 from tests.reliability.bad_configs import check_job_file
 
@@ -29,9 +30,7 @@ def job(changes: dict[str, Any] | None = None, network: bool = False, **coat: An
     process = raw["config"]["process"][0]
     if not network:
         del process["network"], process["save"]
-    for key, value in (changes or {}).items():
-        block, _, name = key.rpartition(".")
-        (process[block] if block else process)[name] = value
+    change(process, changes or {})
     return raw
 
 
@@ -78,7 +77,6 @@ REFUSED: list[tuple[tuple[str, ...], bool, dict[str, Any], dict[str, Any], str]]
 
 
 def errors(trainer: str, network: bool, changes: dict[str, Any], num_processes: int = 1, **coat: Any) -> str:
-    """The errors of a job, a line each."""
     if trainer == "ai-toolkit":
         changes = {"train.noise_scheduler": "flowmatch", **changes}
     items = check_job_dict(job(changes, network, **coat), trainer=trainer, num_processes=num_processes)
@@ -133,8 +131,7 @@ def fused(capturable: bool, max_norm: float) -> tuple[list[nn.Parameter], Update
     params = [nn.Parameter(torch.full((4,), 1.0)) for _ in range(2)]
     begun: list[str] = []
     optimizer = FP8AdamW(params, lr=0.1, weight_decay=0.0, capturable=capturable)
-    made = UpdateInBackward(optimizer, params, max_norm, lambda: begun.append("begun"))
-    return params, made, begun
+    return params, UpdateInBackward(optimizer, params, max_norm, lambda: begun.append("begun")), begun
 
 
 @pytest.mark.parametrize("capturable", [False, True])

@@ -67,11 +67,6 @@ class Bench:
         return (self.out / "gpu_check.md").read_text()
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    return Bench(tmp_path)
-
-
 def test_stages_name_rows_that_exist_and_take_half_an_hour_together():
     assert sum(stage.seconds for stage in gpu_check.STAGES) <= 30 * 60
     for stage in gpu_check.STAGES:
@@ -89,8 +84,9 @@ def test_the_gpu_tests_are_those_of_the_repository():
     assert files - without_gpu == set(gpu_check.TESTS)
 
 
-def test_a_broken_row_costs_itself_alone_and_the_page_says_so(bench):
+def test_a_broken_row_costs_itself_alone_and_the_page_says_so(tmp_path):
     """An exception, a hang, a killed child, a child killed while it writes; what is left of a row runs in another."""
+    bench = Bench(tmp_path)
     stages = [bench.stage(name, f"{name} after") for name in ("raise", "kill", "half", "bad")]
     stages.insert(1, bench.stage("hang", "hang after", seconds=5))
     assert bench.run(*stages, bench.stage("last", "items no")) == 1
@@ -118,10 +114,11 @@ def test_a_broken_row_costs_itself_alone_and_the_page_says_so(bench):
 
 
 @pytest.mark.triton
-def test_a_dry_run_executes_every_kind_of_stage(bench, tmp_path, monkeypatch):
+def test_a_dry_run_executes_every_kind_of_stage(tmp_path, monkeypatch):
     """The processes of stages run in this one, but for the tests'; kernels are those of one launcher."""
     from tests.helpers.kernel_cases import CASES
 
+    bench = Bench(tmp_path)
     monkeypatch.setattr(on_gpu, "SHAPES", ((1, 1),))
     mains = {
         gpu_check.PRODUCTS: lambda: worker.main(on_gpu.run),

@@ -18,8 +18,8 @@ from coat_flux.watch.guard import BROKEN_LORA, DeadRunError, RunGuard, tensor_no
 A, B = "transformer.block.to_q.lora_A.weight", "transformer.block.to_q.lora_B.weight"
 
 
-def guard_of(lines: list[str] | None = None, growth: float = BROKEN_LORA, **options: Any) -> RunGuard:
-    lora = {A: torch.nn.Parameter(torch.ones(2, 4)), B: torch.nn.Parameter(torch.zeros(4, 2))}
+def guard_of(lines: list[str] | None = None, growth: float = BROKEN_LORA, b: float = 0.0, **options: Any) -> RunGuard:
+    lora = {A: torch.nn.Parameter(torch.ones(2, 4)), B: torch.nn.Parameter(torch.full((4, 2), b))}
     log = [].append if lines is None else lines.append
     return RunGuard(dataclasses.replace(GuardOptions(), **options), lora, log, broken_growth=growth)
 
@@ -183,8 +183,7 @@ def test_of_a_lokr_the_matrix_that_begins_with_zero_is_switched_off():
 def test_healthy_runs_are_not_stopped(photos, effect):
     doubts = 0
     for seed in range(25):
-        rng, guard = random.Random(seed), guard_of()
-        guard.lora[B].data.fill_(1e-3)
+        rng, guard = random.Random(seed), guard_of(b=1e-3)
         for step in range(1, 401):
             ratio = drawn(rng, GOOD, photos) ** (effect * min(step / 20, 1))
             compared(guard, step, -step % 100, ratio, rng.lognormvariate(-1.1, 1.5), 400 - step)
@@ -196,8 +195,7 @@ def test_healthy_runs_are_not_stopped(photos, effect):
 
 def outcome(good: int, photos: int, ramp: int, save_every: int, seed: int) -> str:
     """What comes of `good` steps, then 30 at a rate whose first `ramp` updates ruin the run; sets as `commit` keeps."""
-    rng, guard = random.Random(seed), guard_of()
-    guard.lora[B].data.fill_(1e-3)
+    rng, guard = random.Random(seed), guard_of(b=1e-3)
     sets: list[int] = []
     end = good + 30
     for step in range(1, end + 1):
@@ -215,8 +213,7 @@ def outcome(good: int, photos: int, ramp: int, save_every: int, seed: int) -> st
             return "start over" if good < save_every else "lost"
         if step == good:
             state = json.loads(json.dumps(guard.state_dict()))
-            guard = guard_of()
-            guard.lora[B].data.fill_(1e-3)
+            guard = guard_of(b=1e-3)
             guard.load_state_dict(state)
         if step % save_every == 0 and guard.doubt is None:
             far = [saved for saved in sets if step - saved >= guard.apart(step)]
@@ -271,8 +268,7 @@ def test_a_doubt_ends_the_run_after_its_limit_and_a_passing_one_does_not():
 
 @pytest.mark.parametrize(("ratio", "last", "verdict"), [(0.99, 0.98, 0), (1.1, 0.98, 1.04), (0.6, 1.2, 1.2)])
 def test_the_last_16_steps_are_compared_and_their_mean_or_that_of_8_decides_at_the_end(ratio, last, verdict):
-    guard = guard_of()
-    guard.lora[B].data.fill_(1e-3)
+    guard = guard_of(b=1e-3)
     done = [compared(guard, step, 1000, ratio if step > 14 else 0.99, until_end=30 - step) for step in range(1, 23)]
     assert done == [step in (1, 4, 8, *range(15, 23)) for step in range(1, 23)]
     assert all(compared(guard, step, 1000, last, until_end=30 - step) for step in range(23, 31))

@@ -26,22 +26,19 @@ PICTURE = "1700000000000__000000002_0.png"
 LINKED = "1700000000000__000000009_0.png"
 
 
-def make_watched_run(folder: Path) -> Path:
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
     """A run's folder with a sample, and things beside it that nobody may read."""
+    folder = tmp_path / "run"
     config = make_run(folder, [1 / step for step in range(1, 11)]) / "config.yaml"
     config.write_text(config.read_text().replace("train:", "validation: {hold_out: 2}\n    train:"))
     (folder / "samples").mkdir()
     (folder / "coat" / "validation.csv").write_text("step,loss\n0,3.0\n4,1.0\n8,2.0\n", encoding="utf-8")
     (folder / "coat" / "log.txt").write_text("<script>alert(1)</script>\nlast line\n", encoding="utf-8")
     Image.new("RGB", (8, 8), "red").save(folder / "samples" / PICTURE)
-    (folder.parent / PICTURE).write_text("secret", encoding="utf-8")
-    (folder / "samples" / LINKED).symlink_to(folder.parent / PICTURE)
+    (tmp_path / PICTURE).write_text("secret", encoding="utf-8")
+    (folder / "samples" / LINKED).symlink_to(tmp_path / PICTURE)
     return folder
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return make_watched_run(tmp_path / "run")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -194,8 +191,7 @@ def test_a_killed_run_and_one_whose_number_another_process_has_are_gone(run):
     for change in ({"created": status["created"] - 100}, {"pid": 2**22 + 1}):
         path.write_text(json.dumps(status | change), encoding="utf-8")
         assert "without a message" in page_of(run)
-    other = status | {"machine": "another"}
-    path.write_text(json.dumps(other), encoding="utf-8")
+    path.write_text(json.dumps(status | {"machine": "another"}), encoding="utf-8")
     assert read_status(run)["alive"]
     for file in (run / "coat").iterdir():
         os.utime(file, (0, 0))

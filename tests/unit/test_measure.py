@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -200,13 +201,6 @@ class Single(Double):
     pass
 
 
-class OfOneStream(Double):
-    """As the single blocks of a model that hands them other arguments."""
-
-    def forward(self, both: torch.Tensor) -> torch.Tensor:
-        return self.excluded(self.linear(both)) * self.lora
-
-
 def config_of(**coat: Any) -> COATConfig:
     return COATConfig.from_dict({"speed": {"measure": "always"}, **coat})
 
@@ -272,7 +266,7 @@ def test_the_fastest_is_taken_and_logged_and_nothing_of_the_run_is_touched(monke
 
 def test_blocks_that_take_other_arguments_than_the_first_are_left_out(monkeypatch):
     bench = Bench(monkeypatch, config_of())
-    bench.blocks["c.0"] = OfOneStream(config_of())
+    bench.blocks["c.0"] = FP8Linear.from_linear(nn.Linear(HIDDEN, HIDDEN), config_of().linear_config())  # of one x
     bench.pick = GemmPick(bench.blocks, config_of(), bench.form_of)
     assert bench.pick.choose(bench.args).milliseconds
     assert {kind for kind, _ in bench.runs} == {Double, Single}
@@ -297,7 +291,7 @@ def test_a_gemm_that_is_refused_or_fails_is_left_out_with_its_reason(monkeypatch
     assert picked.refused == {"per_row": refusal, "bf16": "RuntimeError: CUDA error: invalid argument"}
     monkeypatch.undo()
     bench = Bench(monkeypatch, config_of())  # where all fail it is the one that was asked for
-    monkeypatch.setattr(measure, "timed", lambda *_: (_ for _ in ()).throw(RuntimeError("no")))
+    monkeypatch.setattr(measure, "timed", Mock(side_effect=RuntimeError("no")))
     assert (bench.pick.choose(bench.args).name, bench.gemm()) == ("per_row", "per_row")
 
 
@@ -329,8 +323,7 @@ def test_out_of_memory_is_no_verdict_on_the_first_gemm(monkeypatch):
 
 def test_arguments_grow_with_their_tables_and_those_with_a_mask_do_not():
     image, text, table = torch.randn(1, 6, 10), torch.randn(1, 4, 10), (torch.randn(10, 6), torch.randn(10, 6))
-    vector = torch.randn(1, 10)
-    grown = measure.enlarged((image, text, vector, table, None), 8)
+    grown = measure.enlarged((image, text, torch.randn(1, 10), table, None), 8)
     assert [x.shape[-2] for x in (*grown[:3], *grown[3])] == [8, 4, 1, 12, 12]
     assert torch.equal(grown[0][:, :6], image)
     assert grown[1] is text

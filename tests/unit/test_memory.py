@@ -41,11 +41,6 @@ class FakeDevice:
         self.peak = max(self.peak, self.held)
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    return FakeDevice(monkeypatch)
-
-
 def record_in(folder: Path) -> dict[str, Any]:
     record: dict[str, Any] = json.loads((folder / "memory.json").read_text())
     return record
@@ -72,7 +67,8 @@ def test_parts_count_each_storage_once_and_adapters_before_the_transformer():
     assert sum(HeldParts(torch.device("meta")).count().values()) == 0
 
 
-def test_each_phase_has_its_own_peak_and_goes_on_after_a_sample(gpu, tmp_path):
+def test_each_phase_has_its_own_peak_and_goes_on_after_a_sample(monkeypatch, tmp_path):
+    gpu = FakeDevice(monkeypatch)
     tracker = PhaseTracker(torch.device("cuda"), tmp_path / "memory.json")
     tracker.enter("load")
     gpu.take(100)
@@ -99,7 +95,8 @@ def test_each_phase_has_its_own_peak_and_goes_on_after_a_sample(gpu, tmp_path):
     assert gpu.resets == 4
 
 
-def test_saved_activations_are_what_a_forward_pass_added_but_gradients(gpu, tmp_path):
+def test_saved_activations_are_what_a_forward_pass_added_but_gradients(monkeypatch, tmp_path):
+    gpu = FakeDevice(monkeypatch)
     model = nn.Linear(16, 16, bias=False)
     tracker = PhaseTracker(torch.device("cuda"), tmp_path / "memory.json")
     tracker.held = HeldParts(CPU)  # the tensors are on the CPU, the numbers are the fake's
@@ -223,8 +220,7 @@ def spills(seconds: list[float], reserved: int = FULL, platform: str = "win32", 
 
 def seconds_of(*later: float, first: float = 30.0) -> list[float]:
     """Slow first steps, those of the baseline at about 2 s, then `later`."""
-    usual = [2.0 + 0.1 * (i % 3) for i in range(BASELINE)]
-    return [first] * WARM_UP + usual + list(later)
+    return [first] * WARM_UP + [2.0 + 0.1 * (i % 3) for i in range(BASELINE)] + list(later)
 
 
 def test_a_spill_is_said_once_with_numbers():

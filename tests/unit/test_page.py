@@ -69,8 +69,7 @@ def test_texts_are_escaped_and_nothing_is_fetched(picture):
     assert all(source.startswith("data:image/") for source in parsed.sources())
     assert len(parsed.sources()) == 1
     assert parsed.texts.count(HOSTILE) >= 17  # title, heading, texts and cells come back as they were given
-    policies = [attrs["content"] for tag, attrs in parsed.tags if attrs.get("http-equiv")]
-    assert policies == [POLICY]
+    assert [attrs["content"] for tag, attrs in parsed.tags if attrs.get("http-equiv")] == [POLICY]
     plain = full_page("x", picture).html()
     assert "url(" not in plain
     assert "<details><summary>x</summary>\n<p>x</p>\n</details>" in plain  # closed, after an error too
@@ -78,8 +77,7 @@ def test_texts_are_escaped_and_nothing_is_fetched(picture):
 
 def test_charts_are_inline_and_name_what_they_show():
     page = Page("t")
-    lr = [(0, 0.0), (500, 1e-5), (1000, 2.5e-5)]
-    page.curves("lr", {"lr": lr}, y="lr")
+    page.curves("lr", {"lr": [(0, 0.0), (500, 1e-5), (1000, 2.5e-5)]}, y="lr")
     page.curves("loss", {"each step": [(1, 0.5), (2000, 2.0)]}, y="loss", marks={1200: "lowest at 1200"})
     page.curves("norm", {"a": [(0, 0.002), (1, 300.0)]}, y="norm", log_y=True)
     parsed = _Parsed(page)

@@ -57,15 +57,6 @@ def make_run(folder: Path, losses: list[float] | None = None) -> Path:
     return folder
 
 
-def add_samples(folder: Path, steps: range, prompts: int = 2, side: int = 32) -> None:
-    (folder / "samples").mkdir()
-    for step in steps:
-        for number in range(prompts):
-            pixels = random.Random(step).randbytes(side * side * 3)
-            path = folder / "samples" / f"1700000000000__{step:09d}_{number}.png"
-            Image.frombytes("RGB", (side, side), pixels).save(path)
-
-
 def test_summary_curves_and_what_is_missing(tmp_path):
     page = write_report(make_run(tmp_path / "run"))
     assert page == tmp_path / "run" / "coat" / "report.html"
@@ -80,9 +71,6 @@ def test_summary_curves_and_what_is_missing(tmp_path):
     assert not re.findall(r'(?:src|href)="(?!data:)', raw)
 
 
-VALIDATED = [0.5] * 1000
-
-
 @pytest.mark.usefixtures("no_drawing")
 @pytest.mark.parametrize(
     ("losses", "validation", "saved", "tone", "verdict"),
@@ -91,8 +79,8 @@ VALIDATED = [0.5] * 1000
         ([0.5, 0.4], [], "", "open", "step 2 of 1000; this run does not say whether"),
         ([0.5, 0.4], [], "shirt <b>", "good", "the loss fell: 0.5 → 0.4."),
         ([0.5, 0.4], [], "torn", "bad", "newest save, torn.safetensors, cannot be read"),
-        (VALIDATED, [(0, 0.5), (1000, 0.5)], "", "open", "the validation loss did not fall"),
-        (VALIDATED, [(0, 0.5), (400, 0.3), (1000, 0.35)], "", "open", "lowest after step 400"),
+        ([0.5] * 1000, [(0, 0.5), (1000, 0.5)], "", "open", "the validation loss did not fall"),
+        ([0.5] * 1000, [(0, 0.5), (400, 0.3), (1000, 0.35)], "", "open", "lowest after step 400"),
         ([0.5, 0.4, math.nan, math.nan], [], "", "bad", "since step 3"),
     ],
 )
@@ -115,7 +103,11 @@ def test_what_the_files_of_a_run_hold_is_shown(tmp_path):
     (run / "coat" / "validation.csv").write_text("step,loss\n0,0.5\n100,0.4\n200,0.4\n")
     rows = ["0,9,20,0.2,2,5,0.1", "100,5.25,15,0.4,2,5,0.1", "200,6,12,0.3,2,5,0.1"]  # step 0 is without the LoRA
     (run / FIDELITY_FILE).write_text("\n".join([",".join(FIDELITY), *rows]) + "\n")
-    add_samples(run, range(0, 1001, 50))
+    (run / "samples").mkdir()
+    for step in range(0, 1001, 50):
+        picture = Image.frombytes("RGB", (32, 32), random.Random(step).randbytes(32 * 32 * 3))
+        for number in range(2):
+            picture.save(run / "samples" / f"1700000000000__{step:09d}_{number}.png")
     metadata = {"coat.asked.gemms": "FP8", "coat.got.gemms": "bf16", "coat.why.gemms": "this card"}
     metadata["training_info"] = json.dumps({"step": 500, "epoch": 1})
     save_file({"a": torch.zeros(250_000)}, run / "shirt.safetensors", metadata=metadata)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -10,26 +11,6 @@ from scripts import _environment as environment
 
 ROOT = Path(__file__).parents[2]
 VERSION = "2.13.0"
-
-
-class Pip:
-    """Stands in for pip on a machine with this torch: remembers arguments, fails for requirements in `missing`.
-
-    `cuda` says of each torch that is asked whether it is a CUDA build.
-    """
-
-    def __init__(self, monkeypatch, *, gpu: bool, torch=None, cuda=(), missing: tuple[str, ...] = ()):
-        self.calls: list[list[str]] = []
-        self.missing, builds = missing, iter(cuda)
-        monkeypatch.setattr(environment, "has_nvidia_gpu", lambda: gpu)
-        monkeypatch.setattr(environment, "_torch_release", lambda: torch)
-        monkeypatch.setattr(environment, "_torch_has_cuda", lambda: next(builds))
-        monkeypatch.setattr(environment, "_pip_install", self)
-
-    def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        self.calls.append([*arguments])
-        failed = any(name in arguments for name in self.missing)
-        return subprocess.CompletedProcess(arguments, int(failed), "pip's own words" if failed else "")
 
 
 CPU_BUILD, DEFAULT_BUILD = f"torch=={VERSION}+cpu", f"torch=={VERSION}"
@@ -48,13 +29,24 @@ CPU_BUILD, DEFAULT_BUILD = f"torch=={VERSION}+cpu", f"torch=={VERSION}"
     ],
 )
 def test_which_torch_a_machine_gets(monkeypatch, machine, index, asked, error):
-    pip = Pip(monkeypatch, **machine)
+    """`cuda` says of each torch that is asked whether it is a CUDA build; pip fails for requirements in `missing`."""
+    calls: list[list[str]] = []
+
+    def pip(*arguments: str) -> subprocess.CompletedProcess[str]:
+        calls.append([*arguments])
+        failed = any(name in arguments for name in machine.get("missing", ()))
+        return subprocess.CompletedProcess(arguments, int(failed), "pip's own words")
+
+    monkeypatch.setattr(environment, "has_nvidia_gpu", lambda: machine["gpu"])
+    monkeypatch.setattr(environment, "_torch_release", lambda: machine.get("torch"))
+    monkeypatch.setattr(environment, "_torch_has_cuda", Mock(side_effect=machine.get("cuda", ())))
+    monkeypatch.setattr(environment, "_pip_install", pip)
     if error is None:
         environment._install_torch(index)
     else:
         with pytest.raises(environment.SetupError, match=error):
             environment._install_torch(index)
-    assert pip.calls == asked
+    assert calls == asked
 
 
 def test_the_notebook_installs_here_and_names_files_that_exist():

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -60,7 +61,7 @@ class Run:
         self.job = engine_job(name, **{**place, "out": out}, **{**BLOCKS, **job})
         self.folder = out / name
 
-    def train(self, *, captures: bool, observer: Any = None) -> dict[str, Tensor]:
+    def train(self, *, captures: bool, observer: Any = lambda session: None) -> dict[str, Tensor]:
         build = optim.build_optimizer
         with pytest.MonkeyPatch.context() as patch:
             set_limits(patch, health_every=6, dead_lora_steps=2)  # steps 4, 7 and 8 are replayed
@@ -71,8 +72,7 @@ class Run:
 
             def observe(session: Any) -> None:
                 self.sessions[:] = [session]
-                if observer is not None:
-                    observer(session)
+                observer(session)
 
             COATTrainer(self.job, observer=observe).train()
         return state_of(self.sessions[0])
@@ -290,22 +290,18 @@ def test_parameters_are_checked_under_the_step_that_broke_them(monkeypatch):
     assert found == [(40, True)] * 2
 
 
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
-    """The graphs that `small` runs record; their fourth step is compared, the fifth replayed."""
-    monkeypatch.setattr(step_graph, "BlockRunner", SimpleNamespace(of=lambda model: SimpleNamespace(generation=0)))
-    return []
-
-
-def small(graphs: list[RecordedGraph], patch: pytest.MonkeyPatch, **options: Any) -> SmallRun:
+def small(patch: pytest.MonkeyPatch, **options: Any) -> tuple[SmallRun, list[RecordedGraph]]:
+    """A run and the graphs that it records; its fourth step is compared, the fifth replayed."""
+    graphs: list[RecordedGraph] = []
     made = SmallRun(True, {}, captures=True, **options)
+    patch.setattr(step_graph, "BlockRunner", SimpleNamespace(of=lambda model: SimpleNamespace(generation=0)))
     patch.setattr(step_graph, "capture", recording(lambda: changed_by_a_step(made.session), graphs))
-    return made
+    return made, graphs
 
 
-def test_each_shape_has_a_graph_of_its_own_up_to_a_limit(graphs, monkeypatch):
+def test_each_shape_has_a_graph_of_its_own_up_to_a_limit(monkeypatch):
     monkeypatch.setattr(step_graph, "MOST_GRAPHS", 2)
-    replayed = small(graphs, monkeypatch, tokens=(8, 4, 2))
+    replayed, graphs = small(monkeypatch, tokens=(8, 4, 2))
     eager = SmallRun(True, {}, tokens=(8, 4, 2))
     for run in (replayed, eager):
         run.train(14)
@@ -323,7 +319,7 @@ def test_each_shape_has_a_graph_of_its_own_up_to_a_limit(graphs, monkeypatch):
         ("capture", "a step cannot be captured: no graph today"),
     ],
 )
-def test_what_cannot_be_replayed_runs_eagerly(graphs, broken, reason, monkeypatch):
+def test_what_cannot_be_replayed_runs_eagerly(broken, reason, monkeypatch):
     """The run is the one without graphs, bit by bit, and a line says why; `fallback: error` raises."""
     replay = RecordedGraph.replay
 
@@ -335,18 +331,16 @@ def test_what_cannot_be_replayed_runs_eagerly(graphs, broken, reason, monkeypatc
             with torch.no_grad():
                 next(iter(replayed.lora.values())).add_(1e-2)
 
-    def refused(graph: RecordedGraph) -> Any:
-        raise RuntimeError("no graph today")
-
     if broken == "capture":
-        monkeypatch.setattr(RecordedGraph, "__enter__", refused)
+        monkeypatch.setattr(RecordedGraph, "__enter__", Mock(side_effect=RuntimeError("no graph today")))
     monkeypatch.setattr(RecordedGraph, "replay", changed)
-    replayed, eager = small(graphs, monkeypatch), SmallRun(True, {})
+    replayed, _ = small(monkeypatch)
+    eager = SmallRun(True, {})
     for run in (replayed, eager):
         run.train(6)
     assert_all_bitwise(state_of(replayed.session), state_of(eager.session))
     assert any(f"CUDA graphs: {reason}" in line for line in replayed.lines.said)
-    replayed = small(graphs, monkeypatch)
+    replayed, _ = small(monkeypatch)
     replayed.session.job.coat.fallback = "error"
     with pytest.raises(RuntimeError, match=r"fallback='error': CUDA graphs: .*coat\.speed\.cuda_graphs: never"):
         replayed.train(6)

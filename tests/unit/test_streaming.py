@@ -1,6 +1,5 @@
 """`memory.stream_blocks`: a run whose codes are in CPU memory has the bits of one whose codes are on the device."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,30 +22,22 @@ def made(stream: Any, checkpointing: str = "none", flow: str = "fused", weight: 
 
 
 def streaming_of(model: nn.Module) -> StreamedWeights:
-    streaming = BlockRunner.of(model).streaming  # type: ignore[union-attr]
-    assert streaming is not None
-    return streaming
-
-
-@pytest.fixture
-def most_outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many blocks' codes were outside CPU memory, at each copy."""
-    counts: list[int] = []
-    fetch = StreamedWeights._fetch
-
-    def counted(self: StreamedWeights, place: int) -> None:
-        fetch(self, place)
-        counts.append(sum(index is not None for index in self._holds))
-
-    monkeypatch.setattr(StreamedWeights, "_fetch", counted)
-    return counts
+    return BlockRunner.of(model).streaming  # type: ignore[union-attr, return-value]
 
 
 HOWS = [("all", ()), (1, ("all",)), ("all", ("none", "generic")), ("all", ("none", "fused", "nvfp4"))]
 
 
 @pytest.mark.parametrize(("stream", "how"), HOWS)
-def test_bits_are_those_of_a_resident_run(stream, how, most_outside):
+def test_bits_are_those_of_a_resident_run(stream, how, monkeypatch):
+    outside: list[int] = []  # blocks whose codes are not in CPU memory, at each copy
+    fetch = StreamedWeights._fetch
+
+    def counted(self: StreamedWeights, place: int) -> None:
+        fetch(self, place)
+        outside.append(sum(index is not None for index in self._holds))
+
+    monkeypatch.setattr(StreamedWeights, "_fetch", counted)
     resident, streamed = made(0, *how), made(stream, *how)
     count = len(BlockRunner.of(resident).blocks)  # type: ignore[union-attr]
     assert len(streaming_of(streamed).streamed) == (count if stream == "all" else stream)
@@ -54,7 +45,7 @@ def test_bits_are_those_of_a_resident_run(stream, how, most_outside):
         assert_all_bitwise(lora_gradients(resident, batch=batch), lora_gradients(streamed, batch=batch))
     with torch.no_grad():
         assert torch.equal(predict(resident), predict(streamed))
-    assert 0 < max(most_outside) <= 2
+    assert 0 < max(outside) <= 2
 
 
 def test_codes_shared_out_over_processes_are_gathered_to_the_same_bits(monkeypatch):

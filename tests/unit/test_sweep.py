@@ -5,6 +5,7 @@ import math
 import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,44 +15,26 @@ import yaml
 from coat_flux.base.errors import UserError
 from coat_flux.cli.entry import main
 from coat_flux.config.findings import ConfigError
+from coat_flux.study import sweep as sweeps
 from coat_flux.study.study import VerifyError
-from coat_flux.study.sweep import (
-    FAILED,
-    FINISHED,
-    OPEN,
-    Run,
-    Sweep,
-    Trial,
-    find_axis,
-    lowest,
-    rank,
-    ranking_rows,
-    sentence_of,
-    tie,
-    write_sweep_page,
-)
+from coat_flux.study.sweep import FAILED, FINISHED, OPEN, Run, Sweep, Trial, find_axis, rank, sentence_of, tie
 from tests.helpers.engine_job import engine_job, write_images
 from tests.helpers.tiny_flux import make_tiny_flux
 
-COAT = {"memory": {"log_memory_stats": False}}
-
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A job that can be checked: model and photos are there."""
     root = tmp_path_factory.mktemp("sweep")
     images, model = write_images(root / "images", 12), make_tiny_flux(root / "tiny")
-    job = engine_job("mine", model=model, images=images, out=root / "out", coat=COAT)
+    job = engine_job("mine", model=model, images=images, out=root / "out", coat={})
     job["config"]["process"][0]["network"]["linear_alpha"] = 4
     job["config"]["process"][0]["datasets"][0]["default_caption"] = "${SWEEP_SECRET}"
     path = root / "mine.yaml"
     path.write_text(yaml.safe_dump(job), encoding="utf-8")
-    return path
-
-
-@pytest.fixture(autouse=True)
-def secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWEEP_SECRET", "hidden")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SWEEP_SECRET", "hidden")
+        yield path
 
 
 def make(config: Path, *texts: str, seeds: Any = (7,), folder: Path | None = None, **options: Any) -> Sweep:
@@ -152,7 +135,7 @@ def test_ranked_by_the_mean_of_the_last_losses():
     assert spread == pytest.approx(0.04 / math.sqrt(2))
     # 0.1 > 2 · 0.0283 · sqrt(1/2 + 1/2) = 0.057
     assert [tie(trial, ranked[0], spread) for trial in ranked] == [True, False, False, False, False]
-    assert lowest(ranked[0]) == (20.0, pytest.approx(0.42))
+    assert sweeps.lowest(ranked[0]) == (20.0, pytest.approx(0.42))
     sentence, tone = sentence_of(ranked, spread, 7)
     assert ("lr 2" in sentence, "±0.028" in sentence, tone) == (True, True, "plain")  # two are not finished
     assert sentence_of(ranked, spread, 5)[1] == "good"
@@ -175,17 +158,17 @@ def test_rows_and_page(config, tmp_path):
     failed.state, failed.message = FAILED, "the <loss> was NaN"
     ranked, spread = rank(sweep.trials)
     assert (spread, sentence_of(ranked, spread, 2)[1]) == (None, "open")  # one seed says nothing of luck
-    _, *rows = ranking_rows(ranked, spread)
+    _, *rows = sweeps.ranking_rows(ranked, spread)
     lr, linear = sweep.trials[1].settings.values()
     assert rows[0][:5] == ["1", f"{lr:g}", str(linear), "0.100000", ""]
     assert rows[1][3:] == ["0.150000", "+0.050000", "not known", "0.111111 at step 8", "0.25", "finished"]
     assert [row[-1] for row in rows[2:]] == ["failed", "not finished"]
-    text = write_sweep_page(sweep).read_text(encoding="utf-8")
+    text = sweeps.write_sweep_page(sweep).read_text(encoding="utf-8")
     assert "the &lt;loss&gt; was NaN" in text
     assert f"{second.name}.safetensors" in text
     several, spread = rank([trial_of(1, [0.4], [0.5]), trial_of(2, [0.4], [0.41]), trial_of(3, [0.9], [0.9])])
     several[2].runs[1].state = FAILED
-    _, *rows = ranking_rows(several, spread)
+    _, *rows = sweeps.ranking_rows(several, spread)
     assert [row[4] for row in rows] == ["", "no", "yes"]  # more than luck
     assert [row[-2:] for row in rows[1:]] == [["2", "finished"], ["1", "failed"]]
 
@@ -196,7 +179,7 @@ def test_the_block_to_copy_is_a_valid_config(config, tmp_path):
     sweep = make(config, *axes, folder=tmp_path)
     best = next(run for run in chosen(sweep) if process_of(run)["datasets"][0]["num_repeats"] == 3)
     finish(best, [(0, 0.5)], tmp_path)
-    blocks = re.findall(r"<pre>([^<]*)</pre>", write_sweep_page(sweep).read_text(encoding="utf-8"))
+    blocks = re.findall(r"<pre>([^<]*)</pre>", sweeps.write_sweep_page(sweep).read_text(encoding="utf-8"))
     block = yaml.safe_load(html.unescape(blocks[-1]))
     job = yaml.safe_load(config.read_text(encoding="utf-8"))
     process = job["config"]["process"][0]
@@ -241,16 +224,12 @@ save_file({"a": numpy.zeros(1)}, run / f"{name}.safetensors", {"training_info": 
 '''
 
 
-@pytest.fixture
-def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no signal for one process alone")
+def test_trials_run_fail_and_are_interrupted(config, tmp_path, monkeypatch):
+    """Interrupted after a first trial; the next start resumes the one under way, and one fails each time."""
     (tmp_path / "trainer.py").write_text(TRAINER, encoding="utf-8")
     monkeypatch.setattr("coat_flux.study.sweep.CLI", tmp_path / "trainer.py")
     monkeypatch.setattr("coat_flux.study.sweep.POLL_SECONDS", 0.02)
-
-
-@pytest.mark.skipif(os.name != "posix", reason="Windows has no signal for one process alone")
-def test_trials_run_fail_and_are_interrupted(config, tmp_path, trainer):
-    """Interrupted after a first trial; the next start resumes the one under way, and one fails each time."""
     axes = ("train.lr=1e-4,2e-4,2", "train.steps=4")
     lines: list[str] = []
     sweep = make(config, *axes, folder=tmp_path / "sweep")
