@@ -82,13 +82,10 @@ def test_a_folder_is_published_as_the_newest_and_another_programs_is_not_passed_
         (folder / f"run_{step:09d}" / "transformer").mkdir(parents=True)
         (folder / f"run_{step:09d}" / "transformer" / "model.safetensors").write_text("weights")
         (folder / f"run_{step:09d}" / "aitk_meta.yaml").write_text(f"training_info: {{step: {step}, epoch: 0}}\n")
-
-    def write_all(folder: Path, step: int) -> None:
-        write(folder, step)
         torch.save({}, folder / "optimizer.pt")
 
     for step in (2, 4):
-        path = saves.commit(step, lambda folder, step=step: write_all(folder, step))
+        path = saves.commit(step, lambda folder, step=step: write(folder, step))
         assert path == tmp_path / f"run_{step:09d}"
     time.sleep(0.01)
     (tmp_path / "run_000000002" / "touched").write_text("")  # by now the last changed

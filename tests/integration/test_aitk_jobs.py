@@ -26,7 +26,6 @@ from tests.helpers.aitk_standin.host import (  # noqa: F401
     VERSION,
     Host,
     Patch,
-    Printed,
     both_hosts,
     copy_checkout,
     make_entry,
@@ -163,11 +162,7 @@ def test_copied_folder_says_what_to_run_and_other_jobs_do_not_notice(tmp_path):
 
 
 # -- whole jobs: what is trained -------------------------------------------------------------------------------------
-BLOCK_LINEARS = {
-    f"{blocks}.0.attn.{name}"
-    for blocks in ("transformer_blocks", "single_transformer_blocks")
-    for name in ("to_q", "to_k")
-}
+BLOCK_LINEARS = {f"{kind}transformer_blocks.0.attn.{name}" for kind in ("", "single_") for name in ("to_q", "to_k")}
 PHASES = ["before_forward", *2 * ["after_forward", "after_backward"], "after_optimizer_step"]
 PLAIN: dict[str, Any] = {"train": {"optimizer": "adamw"}}
 
@@ -315,12 +310,7 @@ CONVERT = "convert_linear_to_ostris(module, weights)"
 @pytest.mark.parametrize(
     ("file", "old", "new", "says"),
     [
-        (
-            "toolkit/util/quantize.py",
-            CONVERT,
-            "raise MemoryError('no room')",
-            "qtype coat_fp8 converted no linear",
-        ),
+        ("toolkit/util/quantize.py", CONVERT, "raise MemoryError('no room')", "qtype coat_fp8 converted no linear"),
         (PROCESS, '("blocks",)', '("nothing",)', "only_if_contains"),
     ],
 )
@@ -348,12 +338,7 @@ BROKEN = {
     "optimizer binding": (PROCESS, "from toolkit.optimizer import get_optimizer", BINDING, "does not use toolkit.opt"),
     "LoRA names": ("toolkit/lora_special.py", ', "OstrisLinear"]', "]", "LINEAR_MODULES does not list OstrisLinear"),
     "LoRA modules": ("toolkit/lora_special.py", "lora_down", "lora_A", "toolkit/lora_special.py, line 12 has no"),
-    "argument of an override": (
-        PROCESS,
-        "ensure_params_requires_grad = ",
-        EXTRA,
-        "dataset_load also takes model",
-    ),
+    "argument of an override": (PROCESS, "ensure_params_requires_grad = ", EXTRA, "dataset_load also takes model"),
     "key of a config": (PROCESS, "merge_network_on_save=False", "merges=False", "train_config.merge_network_on_save"),
     "data sets": ("toolkit/data.py", "self.file_list", "self.files", "FolderDataset has no file_list"),
     "average": ("toolkit/ema.py", "shadow_params", "averages", "ema has no shadow_params"),
@@ -399,16 +384,12 @@ def checkout(tmp_path: Path) -> Path:
 def _contents(root: Path) -> dict[str, str | bytes]:
     """Every path below `root`: a link's target, a file's bytes, or "folder"."""
     contents: dict[str, str | bytes] = {}
-    for folder, folders, files in os.walk(root):
-        for name in (*folders, *files):
-            path = Path(folder) / name
-            if "__pycache__" in path.parts:
-                continue
-            key = path.relative_to(root).as_posix()
-            if path.is_symlink():
-                contents[key] = os.readlink(path)
-            else:
-                contents[key] = "folder" if path.is_dir() else path.read_bytes()
+    for path in root.rglob("*"):
+        key = path.relative_to(root).as_posix()
+        if path.is_symlink():
+            contents[key] = os.readlink(path)
+        else:
+            contents[key] = "folder" if path.is_dir() else path.read_bytes()
     return contents
 
 
@@ -456,10 +437,7 @@ def test_without_the_right_to_link_files_are_copied_and_those_of_the_user_left_a
     cache.write_text("{}")
     lines = install(checkout, undo=True)
     assert any(line.startswith(f"configs/{edited.name}: left") for line in lines)
-    assert {path.name: path.read_text() for path in own.parent.iterdir()} == {
-        own.name: "mine",
-        edited.name: "edited",
-    }
+    assert {path.name: path.read_text() for path in own.parent.iterdir()} == {own.name: "mine", edited.name: "edited"}
     assert cache.exists()
     assert not (checkout / EXTENSION).exists()
 

@@ -208,11 +208,8 @@ def test_a_forward_pass_without_backward_leaves_nothing_and_inference_is_determi
         assert_bitwise(predict(model), first)
 
 
-NVFP4 = {"weight": {"format": "nvfp4"}, "memory": KEEP}
-
-
 def test_nvfp4_layers_are_fused_and_have_names():
-    model, report, _ = coat_flux_model(NVFP4)
+    model, report, _ = coat_flux_model({"weight": {"format": "nvfp4"}, "memory": KEEP})
     predict(model)  # weights are joined
     assert all(choice.flow == "fused" for choice in BlockRunner.of(model).plan.blocks)
     linears = {name.removesuffix(".base_layer"): m for name, m in model.named_modules() if isinstance(m, FP8Linear)}

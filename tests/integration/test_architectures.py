@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import diffusers
 import pytest
 import torch
-from diffusers.utils import logging
 from peft import LoraConfig
 from torch import Tensor, nn
 
@@ -110,13 +109,8 @@ ALL = pytest.mark.parametrize("name", ARCHITECTURES)
 
 def frozen_model(name: str, **options: Any) -> nn.Module:
     torch.manual_seed(0)
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()  # `.to(bfloat16)` warns of modules that stay fp32, also where there are none
     cls = getattr(diffusers, ARCHITECTURES[name].cls)
-    try:
-        return cls(**{**ARCHITECTURES[name].options, **options}).to(torch.bfloat16).requires_grad_(False)
-    finally:
-        logging.set_verbosity(level)
+    return cls(**{**ARCHITECTURES[name].options, **options}).to(torch.bfloat16).requires_grad_(False)
 
 
 def coat_model(name: str, coat: dict[str, Any], **options: Any) -> tuple[nn.Module, Any, Any]:

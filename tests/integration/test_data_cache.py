@@ -30,6 +30,7 @@ from coat_flux.data.preflight import DataReport
 from tests import tolerances
 from tests.helpers.asserts import assert_all_bitwise, assert_bitwise
 from tests.helpers.tiny_flux import make_tiny_flux
+from tests.reliability.photos import noise
 
 CACHED = {"cache_latents_to_disk": True, "cache_text_embeddings": True}
 
@@ -58,10 +59,8 @@ def encoders(model):
 @pytest.fixture
 def folder(tmp_path):
     """Five photos of two shapes with captions."""
-    noise = np.random.default_rng(0)
     for i, size in enumerate([(64, 64), (64, 64), (96, 64), (96, 64), (64, 64)]):
-        pixels = noise.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(tmp_path / f"photo{i}.png")
+        noise(size, i).save(tmp_path / f"photo{i}.png")
         (tmp_path / f"photo{i}.txt").write_text(f"a [trigger] dress, number {i}, red", encoding="utf-8")
     return tmp_path
 

@@ -20,6 +20,7 @@ from coat_flux.saves.state import execution_of
 
 pytest.importorskip("triton", reason="the kernels' signatures are Triton's")
 from coat_core.ops import scaled_mm
+from tests.helpers.changes import change
 from tests.helpers.dry_gpu import COMPARED, dry_gpu, dry_session
 from tests.helpers.dry_gpu.card import CARD
 from tests.helpers.families import FAMILIES, OTHERS, made, results
@@ -53,12 +54,7 @@ CASES = [  # values of each option of a step but its default; those of a line ar
 def nested(flat: dict[str, Any]) -> dict[str, Any]:
     """A coat block from dotted keys."""
     block: dict[str, Any] = {}
-    for key, value in flat.items():
-        *parents, name = key.split(".")
-        inner = block
-        for parent in parents:
-            inner = inner.setdefault(parent, {})
-        inner[name] = value
+    change(block, flat)
     return block
 
 

@@ -90,4 +90,3 @@ def test_colour_comes_nearer_to_the_garment_and_not_to_another(tmp_path, monkeyp
     session.transformer.eval()
     redraw(blue, STEPS, session.transformer, session.vae, dtype=session.dtype, device=torch.device("cpu"))
     assert differs(blue.record["saves"][-1][1], after)
-    print([[round(draw[0], 2) for draw in draws] for draws in (before, after, blue.record["saves"][-1][1])])

@@ -3,10 +3,9 @@
 Each result must be laid out as the operator's fake says, and share no memory with an argument or another result.
 """
 
-from __future__ import annotations
-
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -29,31 +28,25 @@ pytestmark = [pytest.mark.triton, pytest.mark.skipif(torch.cuda.is_available(), 
 PACKED = Saving(Storage(granularity=Granularity("per_group", 16)))
 
 
-class Kernels:
+@contextmanager
+def kernels() -> Iterator[Counter[str]]:
     """Sends operators on CPU tensors to their launchers, and counts."""
+    calls: Counter[str] = Counter()
 
-    def __init__(self) -> None:
-        self.calls: Counter[str] = Counter()
-        self._undo = ExitStack()
-
-    def __enter__(self) -> Kernels:
-        library = self._undo.enter_context(torch.library._scoped_library("coat", "IMPL"))
-        for name in dispatch.launchers:
-            library.impl(name, self._counted(name, dispatch.launcher_of(name)), "CPU")
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._undo.close()
-
-    def _counted(self, name: str, launch: Any) -> Any:
+    def counted(name: str, launch: Any) -> Any:
         def run(*args: Any) -> Any:
-            self.calls[name.removeprefix("coat::")] += 1
+            calls[name.removeprefix("coat::")] += 1
             results = launch(*args)
             if results is not None:
                 check_layout(dispatch.launchers[name], args, results)
             return results
 
         return run
+
+    with torch.library._scoped_library("coat", "IMPL") as library:
+        for name in dispatch.launchers:
+            library.impl(name, counted(name, dispatch.launcher_of(name)), "CPU")
+        yield calls
 
 
 OF_EVERY_FAMILY = ("norm_modulate_quantize", "mlp_activation_down", "gated_sum", "mlp_down_gradient")
@@ -84,8 +77,8 @@ def test_a_block_by_kernels_is_the_block_by_references(name, activation, saving,
     of = made(name, hidden=hidden, tokens=(5, 11), fp8=config, adapters=adapters, batch=1)
     form = fused_block(of.block, saving)
     expected = results(form, of)
-    with Kernels() as kernels:
+    with kernels() as calls:
         actual = results(form, of)
     for result, wanted in expected.items():
         assert_sqnr(wanted, actual[result], KERNEL_FLOW_FLOOR_DB)
-    assert all(kernels.calls[operator] for operator in (*OF_EVERY_FAMILY, *operators))
+    assert all(calls[operator] for operator in (*OF_EVERY_FAMILY, *operators))

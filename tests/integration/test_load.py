@@ -404,7 +404,6 @@ def test_a_file_that_is_not_whole_is_told_from_its_header(tmp_path, monkeypatch)
 
 
 def changed(edit: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
-
     def change(folder: Path) -> None:
         tensors = load_file(folder / weights.WEIGHTS)
         edit(tensors)

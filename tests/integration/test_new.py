@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 from PIL import Image
@@ -15,6 +14,7 @@ from coat_flux.cli.entry import main
 from coat_flux.data.images import read_photo
 from coat_flux.plan.starter import PLACEHOLDER, made_up_word
 from tests.reliability.bad_configs import check_job_file
+from tests.reliability.photos import noise
 
 PLACES = "door lamp tree shelf car window bench ladder fence chair river wall"
 SHAPES = ("long", "short", "wide", "slim")
@@ -23,10 +23,8 @@ SHAPES = ("long", "short", "wide", "slim")
 def photos(folder: Path, count: int, size: tuple[int, int]) -> Path:
     """Photos that all look different, with captions."""
     folder.mkdir()
-    rng = np.random.default_rng(0)
     for i in range(count):
-        coarse = rng.integers(0, 255, (12, 9, 3), dtype=np.uint8)
-        Image.fromarray(coarse).resize(size, Image.Resampling.NEAREST).save(folder / f"{i}.jpg")
+        noise(size, i).save(folder / f"{i}.jpg")
         (folder / f"{i}.txt").write_text(f'a "{SHAPES[i % 4]}" dress --x {i}', encoding="utf-8")
     return folder
 

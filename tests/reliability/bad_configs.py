@@ -49,16 +49,6 @@ coat:
 Changes = dict[str, Any]  # dotted key of the process entry, or of the job where it starts with / → value
 
 
-class _Dumper(yaml.SafeDumper):
-    """Quotes the text 1e-4, which the loader reads as a number; writes nothing as an alias."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+"), list("-+0123456789"))
-
-
 def job_with(changes: Changes | None = None) -> dict[str, Any]:
     """A job that both trainers take without a warning, with changes; a value of ... removes its key."""
     job = {
@@ -81,7 +71,7 @@ def check_job_file(path: Path, **keywords: Any) -> list[Finding]:
 
 def yaml_of(job: dict[str, Any]) -> str:
     """The text of a job file."""
-    return yaml.dump(job, Dumper=_Dumper, sort_keys=False)
+    return yaml.safe_dump(job, sort_keys=False)
 
 
 class Bad(NamedTuple):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler
 from PIL import Image
 
 from coat_flux.config.coat import DataOptions
@@ -14,6 +15,7 @@ from coat_flux.data.files import DatasetError
 from coat_flux.data.images import read_photo
 from coat_flux.data.loader import Batch, LatentDataset
 from coat_flux.data.preflight import DataReport
+from coat_flux.trainers.standalone.flow_matching import Objective
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.tiny_flux import make_tiny_flux
 from tests.reliability.photos import noise
@@ -21,19 +23,13 @@ from tests.reliability.photos import noise
 
 @pytest.fixture(scope="module")
 def vae(tmp_path_factory):
-    from diffusers import AutoencoderKL
-
     folder = make_tiny_flux(tmp_path_factory.mktemp("models") / "tiny-flux")
     return AutoencoderKL.from_pretrained(folder, subfolder="vae").eval()
 
 
-class NoText:
-    """Stands for the text encoders: every prompt has the same embedding."""
-
-    identity = "none"
-
-    def encode(self, prompts):
-        return torch.zeros(len(prompts), 4, 8), torch.zeros(len(prompts), 8)
+def no_text(prompts):
+    """In place of the text encoders: every prompt has the same embedding."""
+    return torch.zeros(len(prompts), 4, 8), torch.zeros(len(prompts), 8)
 
 
 def garment() -> Image.Image:
@@ -61,7 +57,7 @@ def dataset(folder: Path, vae, *, cached: bool = False, flip=False, buckets=True
     configs = [DatasetSection(folder_path=str(folder), resolution=(64,), **settings)]
     options = DataOptions(**policy)
     samples = DataReport(configs, "ohwx", options).usable()
-    found = LatentDataset(samples, configs, vae, NoText(), options=options)
+    found = LatentDataset(samples, configs, vae, SimpleNamespace(identity="none", encode=no_text), options=options)
     if cached:
         found.fill(progress=False)
     return found
@@ -131,10 +127,6 @@ class Constant(torch.nn.Module):
 
 
 def test_the_loss_counts_what_is_visible_only(tmp_path, vae):
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    from coat_flux.trainers.standalone.flow_matching import Objective
-
     cut_out(tmp_path / "a.png")
     batch = dataset(tmp_path, vae, transparency="mask").batch(Batch((0,), 0))
     objective = Objective(Constant(), TrainSection(), FlowMatchEulerDiscreteScheduler(), 0, torch.float32)
