@@ -19,14 +19,8 @@ from coat_flux.saves.repair import step_of
 from coat_flux.trainers.full import check_model
 from tests.helpers.aitk_standin.host import Host, standin_host  # noqa: F401
 from tests.helpers.asserts import assert_bitwise
-from tests.helpers.tiny_flux import make_tiny_flux
 
 INCLUDE, EXCLUDE = ["transformer_blocks.*", "x_embedder"], ["*.bias"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_flux(tmp_path_factory.mktemp("full") / "tiny")
 
 
 def _load(folder: Path) -> Any:
@@ -45,8 +39,8 @@ def _converted(host: Host, folder: Path) -> tuple[Any, Any]:
     return process, full
 
 
-def test_the_chosen_parameters_are_trained_and_the_save_is_whole(host, folder, tmp_path):
-    process, full = _converted(host, folder)
+def test_the_chosen_parameters_are_trained_and_the_save_is_whole(host, place, tmp_path):
+    process, full = _converted(host, place["model"])
     process.sd.unet.requires_grad_(True)  # as ai-toolkit has it by then
     (group,) = full.param_groups(1e-5)
     assert group["lr"] == 1e-5
@@ -63,7 +57,7 @@ def test_the_chosen_parameters_are_trained_and_the_save_is_whole(host, folder, t
     process.sd.save(str(saved), OrderedDict(training_info=OrderedDict(step=3, epoch=0), name="run"), torch.float16)
     assert step_of(saved) == 3
     assert "trained tensors read back" in check_model(saved, full.trained)
-    before, after = (dict(_load(place).named_parameters()) for place in (folder, saved))
+    before, after = (dict(_load(each).named_parameters()) for each in (place["model"], saved))
     for name, parameter in after.items():
         assert parameter.dtype == torch.bfloat16
         assert_bitwise(parameter.detach(), (before[name] + 1.0 if name in full.trained else before[name]).detach())
@@ -95,8 +89,8 @@ def test_a_folder_is_published_as_the_newest_and_another_programs_is_not_passed_
     assert saves.newest() is None
 
 
-def test_the_update_is_in_backward_and_a_loss_that_is_not_finite_changes_nothing(host, folder):
-    process, full = _converted(host, folder)
+def test_the_update_is_in_backward_and_a_loss_that_is_not_finite_changes_nothing(host, place):
+    process, full = _converted(host, place["model"])
     (group,) = full.param_groups(1e-2)
     process.optimizer = SimpleNamespace(optimizer=FP8AdamW(group["params"], lr=1e-2))  # as accelerate wraps it
     process.train_config = SimpleNamespace(max_grad_norm=1e9)
@@ -104,8 +98,7 @@ def test_the_update_is_in_backward_and_a_loss_that_is_not_finite_changes_nothing
     phases = SimpleNamespace(held=SimpleNamespace(add=lambda *_: None))
     watch: Any = SimpleNamespace(phases=phases, begin_update=lambda: None)
     full.begin(process, watch)
-    inner = process.optimizer.optimizer
-    assert len(inner.state_dict()["state"]) == len(full.trained)
+    assert len(process.optimizer.optimizer.state_dict()["state"]) == len(full.trained)
     weight = full.trained["x_embedder.weight"]
     for loss, changes in ((torch.nan, False), (1.0, True)):
         before = weight.detach().clone()

@@ -14,6 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import coat_flux
+from coat_core.config import FP8LinearConfig
+from coat_core.optim import FP8AdamW
 from coat_flux.base.errors import UserError
 from coat_flux.config.findings import ConfigError
 from coat_flux.trainers.ai_toolkit.install import MANIFEST, InstallError, install
@@ -39,8 +42,6 @@ def test_host_finds_one_extension_and_no_second_copy_of_our_modules(host):
     assert host.load("extensions.coat_flux").AI_TOOLKIT_EXTENSIONS == []  # outside of ai-toolkit
     del sys.modules["extensions.coat_flux"]
     classes = host.start()
-    import coat_flux
-
     facade = sys.modules["extensions.coat_flux"]
     assert [extension.uid for extension in facade.AI_TOOLKIT_EXTENSIONS] == ["coat_flux_trainer"]
     assert "coat_flux.trainers.ai_toolkit.process" not in sys.modules  # other jobs need not import it
@@ -59,8 +60,6 @@ def _bound() -> list[Any]:
 
 
 def test_optimizer_name_works_wherever_it_was_bound_and_others_reach_the_host_untouched(host):
-    from coat_core.optim import FP8AdamW
-
     calls: list[tuple] = []
 
     def original(params: Any, optimizer_type: str = "adam", learning_rate: float = 1e-6, optimizer_params: Any = None):
@@ -93,8 +92,6 @@ def test_optimizer_name_works_wherever_it_was_bound_and_others_reach_the_host_un
 # -- the qtype -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("fmt", "granularity"), [("e4m3", "per_tensor"), ("e5m2", "per_row")])
 def test_converted_linear_keeps_codes_through_casts_and_the_hosts_own_save(host, fmt, granularity):
-    from coat_core.config import FP8LinearConfig
-
     host.start()
     linear, twin = (torch.nn.Linear(256, 128, dtype=torch.bfloat16) for _ in range(2))
     torch.nn.init.normal_(linear.weight)
@@ -265,8 +262,6 @@ def test_config_of_a_job_does_not_reach_the_next_which_says_in_one_line_each_wha
 
 # -- the optimizer of a resume ---------------------------------------------------------------------------------------
 def test_failed_resume_ends_the_run(host, monkeypatch, capsys):
-    from coat_core.optim import FP8AdamW
-
     def refuse(self: Any, state: Any) -> None:
         raise ValueError("exp_avg: other shape")
 
@@ -435,8 +430,7 @@ def test_without_the_right_to_link_files_are_copied_and_those_of_the_user_left_a
     edited.write_text("edited")
     cache = checkout / "datasets_example" / "clothing" / ".aitk_size.json"
     cache.write_text("{}")
-    lines = install(checkout, undo=True)
-    assert any(line.startswith(f"configs/{edited.name}: left") for line in lines)
+    assert any(line.startswith(f"configs/{edited.name}: left") for line in install(checkout, undo=True))
     assert {path.name: path.read_text() for path in own.parent.iterdir()} == {own.name: "mine", edited.name: "edited"}
     assert cache.exists()
     assert not (checkout / EXTENSION).exists()

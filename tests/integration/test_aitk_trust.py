@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from coat_flux.blocks import formats
+from coat_flux.cli.entry import main
 from coat_flux.data.files import DatasetError
 from coat_flux.saves.errors import ResumeError, SaveError
 from coat_flux.watch.guard import DeadRunError
@@ -194,8 +195,6 @@ def test_average_that_is_new_begins_with_the_raw_lora_and_the_save_of_another_pr
 
 @pytest.mark.parametrize(("further", "step"), [({"lr": 1e4}, 4), ({"lr": 0.3, "steps": 20}, 6)])
 def test_a_diverged_run_goes_back_by_the_command_it_prints_and_ends_as_the_good_one(host, capsys, whole, further, step):
-    from coat_flux.cli.entry import main
-
     host.run(**_entry(steps=6))
     with pytest.raises(DeadRunError, match=rf"lower train\.lr.*then go back to step {step} and") as end:
         host.run(**_entry(**further))
@@ -234,7 +233,7 @@ MOMENTS = {  # moment → module, class, method, and how the run is stopped when
 }
 
 
-def run_stopped(host: Host, moment: str, at: int = AT) -> Any:
+def run_stopped(host: Host, moment: str, at: int) -> Any:
     """Run a job that is stopped once; returns its process."""
     host.start()
     trainer = host.load("extensions_built_in.sd_trainer.DiffusionTrainer").DiffusionTrainer
@@ -271,21 +270,16 @@ def run_stopped(host: Host, moment: str, at: int = AT) -> Any:
     return processes[0]
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_job_stopped_at_any_moment_of_a_step_ends_as_the_one_that_was_not(host, capsys, whole, moment):
+@pytest.mark.parametrize(("moment", "at"), [*((moment, AT) for moment in MOMENTS), ("while sampling", 0)])
+def test_a_job_stopped_at_any_moment_ends_as_the_one_that_was_not(host, capsys, whole, moment, at):
+    """Samples of step 0 are those before training."""
     before = signal.getsignal(signal.SIGTERM)
     is_queued = MOMENTS[moment][-1] == "return_to_queue"
-    assert run_stopped(host, moment).status == ("queued" if is_queued else "stopped")
+    assert run_stopped(host, moment, at).status == ("queued" if is_queued else "stopped")
     assert signal.getsignal(signal.SIGTERM) == before
-    assert f"[coat] stopped after {AT + 1} steps, saved in" in capsys.readouterr().out
-    host.run(**_entry(), **SAMPLES)
-    assert_same_end(whole, host.save_folder)
-
-
-def test_a_stop_while_the_samples_before_training_are_made(host, capsys, whole):
-    run_stopped(host, "while sampling", at=0)
-    assert "[coat] stopped before the first step" in capsys.readouterr().out
-    assert not list(host.save_folder.glob("*.safetensors"))
+    said = f"after {AT + 1} steps, saved in" if at else "before the first step"
+    assert f"[coat] stopped {said}" in capsys.readouterr().out
+    assert any(host.save_folder.glob("*.safetensors")) == (at > 0)
     host.run(**_entry(), **SAMPLES)
     assert_same_end(whole, host.save_folder)
 
@@ -378,8 +372,7 @@ def test_misread_photos_are_read_from_copies_and_others_end_the_run(host, monkey
     exif[0x0112] = 6  # turned by 90 degrees
     Image.new("RGBA", (64, 48), (200, 10, 10, 128)).save(folder / "1.png", exif=exif)
     original = (folder / "1.png").read_bytes()
-    process = host.run(**_entry(steps=2), coat={"data": {"transparency": "mask"}})
-    config = process.dataset_configs[0]
+    config = host.run(**_entry(steps=2), coat={"data": {"transparency": "mask"}}).dataset_configs[0]
     read = Path(config.folder_path)
     assert (folder / "1.png").read_bytes() == original
     assert read == host.save_folder / "coat" / "photos" / "0" / "images"
@@ -405,8 +398,7 @@ def test_photos_held_out_are_in_no_data_set_and_measured_when_due(host, monkeypa
     monkeypatch.setattr("coat_flux.trainers.ai_toolkit.photos.HeldOutPhotos.encode", lambda photos: None)
     monkeypatch.setattr("coat_flux.trainers.ai_toolkit.photos.HeldOutPhotos.measure", measure)
     validation = {"validation": {"hold_out": ["1.png"], "every": 3}}
-    process = host.run(**_entry(steps=5), **validation)
-    trained = Path(process.dataset_configs[0].folder_path)
+    trained = Path(host.run(**_entry(steps=5), **validation).dataset_configs[0].folder_path)
     assert sorted(path.name for path in trained.glob("*.png")) == ["0.png", "2.png", "3.png", "4.png"]
     assert [path.name for path in (host.save_folder / "coat" / "held_out" / "0").rglob("*.png")] == ["1.png"]
     host.run(**_entry(steps=8), **validation)
@@ -461,8 +453,7 @@ def test_the_live_page_samples_saves_and_stops_between_steps(host, monkeypatch, 
 
     with monkeypatch.context() as patch:
         _at_step(host, patch, 2, lambda loss: press("sample", "save"))
-        process = host.run(**_entry(steps=3), **prompts)
-    assert process.drawn_at[-2:] == [2, 3]  # at the button, and the last
+        assert host.run(**_entry(steps=3), **prompts).drawn_at[-2:] == [2, 3]  # at the button, and the last
     assert "after 2 steps" in capsys.readouterr().out
     with monkeypatch.context() as patch:
         _at_step(host, patch, 3, lambda loss: press("stop"))

@@ -154,9 +154,7 @@ def test_without_fp8_products_all_is_int8(monkeypatch, caplog):
 
 @pytest.fixture(scope="module")
 def in_bf16() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    plain = tiny_flux()
-    tiny_lora(plain, COATConfig.from_dict({"enabled": False}))
-    return step_of(plain)
+    return step_of(coat_flux_model({"enabled": False})[0])
 
 
 @pytest.mark.parametrize(

@@ -177,8 +177,7 @@ def test_what_is_converted_what_is_left_and_why(name):
     assert set(report.why) == matching(linears, architecture.one_row)
     assert all(not model.get_submodule(key).config.use_fp8_gemm for key in report.why)
     assert all(type(model.get_submodule(key)) is FP8Linear for key in report.converted)
-    freed = {key for key, module in model.named_modules() if "_conv_forward" in vars(module)}
-    assert freed == convolutions
+    assert {key for key, module in model.named_modules() if "_conv_forward" in vars(module)} == convolutions
     left = {key for key, why in report.skipped.items() if why == IN_AND_OUT}
     assert left == matching(linears, {"*.proj_in", "*.proj_out"} if name == "SDXL" else set())
 

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +21,24 @@ from coat_flux.pages.compare import choose_columns, job_of
 from coat_flux.pages.report import write_report
 from coat_flux.pages.run import RunFolder
 from coat_flux.trainers.standalone.session import LoraDrawer
-from tests.helpers.engine_job import FEW_LINEARS, TRIGGER, tiny_place, train
+from tests.helpers.engine_job import FEW_LINEARS, TRIGGER, train
+from tests.reliability.forks import KILLED, at_operation, fork, quick_forks, wait
 
-STEPS = 3
+PHOTOS, STEPS = 2, 3
 OUT = Path("coat") / "compare"
 COAT = {"memory": {"log_memory_stats": False}}
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def trained(place: dict[str, Path]) -> Path:
     """A run with a save and samples at each step, and figures of fidelity by which step 2 is best."""
-    with tiny_place(tmp_path_factory.mktemp("compare"), 2) as place:
-        sample = {"prompts": ["[trigger] shirt", "a blue [trigger]"], "walk_seed": True, "sample_steps": 2}
-        blocks = {"sample": sample | {"sample_every": 1, "format": "png"}}
-        blocks |= {"save": {"save_every": 1, "dtype": "float32"}, "network": FEW_LINEARS}
-        train_block = {"steps": STEPS, "lr": 0.05, "disable_sampling": False}
-        final = train("run", place, coat=COAT, train=train_block, **blocks)
-        rows = [f"{step},{colour},9,0.1,2,5,0.1" for step, colour in enumerate([9, 6, 4, 5])]
-        (final.parent / FIDELITY_FILE).write_text("\n".join([",".join(FIDELITY), *rows]) + "\n")
-        yield final.parent
+    sample = {"prompts": ["[trigger] shirt", "a blue [trigger]"], "walk_seed": True, "sample_steps": 2}
+    blocks = {"sample": sample | {"sample_every": 1, "format": "png"}}
+    blocks |= {"save": {"save_every": 1, "dtype": "float32"}, "network": FEW_LINEARS}
+    final = train("run", place, coat=COAT, train={"steps": STEPS, "lr": 0.05, "disable_sampling": False}, **blocks)
+    rows = [f"{step},{colour},9,0.1,2,5,0.1" for step, colour in enumerate([9, 6, 4, 5])]
+    (final.parent / FIDELITY_FILE).write_text("\n".join([",".join(FIDELITY), *rows]) + "\n")
+    return final.parent
 
 
 @pytest.fixture
@@ -86,16 +84,14 @@ def test_cells_are_the_runs_own_samples_and_the_best_is_marked(run, capsys):
         assert not re.findall(r'(?:src|href)="(?!data:)', text)
 
 
-def test_a_lokrs_cells_are_its_runs_samples_and_half_of_it_is_less(tmp_path):
+def test_a_lokrs_cells_are_its_runs_samples_and_half_of_it_is_less(place):
     sample = {"prompts": ["[trigger] shirt"], "sample_steps": 1, "sample_every": 2, "format": "png"}
-    with tiny_place(tmp_path, 2) as place:
-        blocks = {"network": FEW_LINEARS | {"type": "lokr", "lokr_factor": 4}, "save": {"dtype": "float32"}}
-        blocks["train"] = {"steps": 2, "lr": 0.05, "disable_sampling": False}
-        run = train("lokr", place, coat=COAT, sample=sample, **blocks).parent
-        cells = compare(run, "--strengths", "0.5,1")["rows"]
-        own = RunFolder(run).samples()
+    blocks = {"network": FEW_LINEARS | {"type": "lokr", "lokr_factor": 4}, "save": {"dtype": "float32"}}
+    blocks["train"] = {"steps": 2, "lr": 0.05, "disable_sampling": False}
+    run = train("lokr", place, coat=COAT, sample=sample, **blocks).parent
+    cells = compare(run, "--strengths", "0.5,1")["rows"]
     drawn = {pixels(run / OUT / cell) for row in cells for cell in row["cells"]}
-    assert {pixels(path) for path in own.values()} < drawn
+    assert {pixels(path) for path in RunFolder(run).samples().values()} < drawn
     assert len(drawn) == 3
 
 
@@ -123,8 +119,6 @@ def test_only_what_changed_is_drawn_again(run, tmp_path, monkeypatch):
 
 def test_killed_at_any_moment_and_continued(run, tmp_path):
     pytest.importorskip("resource", reason="needs a system with os.fork")
-    from tests.reliability.forks import KILLED, at_operation, fork, quick_forks, wait
-
     small = [str(run), "--prompts", "a [trigger]", "--steps", "1", "--out"]
     assert main(["compare", *small, str(tmp_path / "whole")]) == 0
     whole, counts = cells_of(tmp_path / "whole"), []
@@ -166,8 +160,7 @@ def test_interrupted_it_says_how_to_go_on(run, capsys, monkeypatch):
 
 def save_of(folder: Path, change: Any) -> Path:
     """A file of the run's last LoRA with changed tensors."""
-    tensors = load_file(folder / "run.safetensors")
-    save_file(change(tensors), folder / "changed.safetensors")
+    save_file(change(load_file(folder / "run.safetensors")), folder / "changed.safetensors")
     return folder / "changed.safetensors"
 
 

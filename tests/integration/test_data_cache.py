@@ -29,24 +29,19 @@ from coat_flux.data.loader import Batch, BucketBatchSampler, LatentDataset, pict
 from coat_flux.data.preflight import DataReport
 from tests import tolerances
 from tests.helpers.asserts import assert_all_bitwise, assert_bitwise
-from tests.helpers.tiny_flux import make_tiny_flux
 from tests.reliability.photos import noise
 
 CACHED = {"cache_latents_to_disk": True, "cache_text_embeddings": True}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny_flux(tmp_path_factory.mktemp("models") / "tiny-flux")
+def vae(place):
+    return AutoencoderKL.from_pretrained(place["model"], subfolder="vae").eval()
 
 
 @pytest.fixture(scope="module")
-def vae(model):
-    return AutoencoderKL.from_pretrained(model, subfolder="vae").eval()
-
-
-@pytest.fixture(scope="module")
-def encoders(model):
+def encoders(place):
+    model = place["model"]
     return TextEncoders(
         CLIPTextModel.from_pretrained(model, subfolder="text_encoder", dtype=torch.bfloat16).eval(),
         T5EncoderModel.from_pretrained(model, subfolder="text_encoder_2", dtype=torch.bfloat16).eval(),
@@ -87,9 +82,9 @@ def cache_files(folder, kind="*"):
 
 # -- encoding ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("prompt", ["", "dress, " * 60])
-def test_prompts_are_encoded_as_the_diffusers_pipeline_does(model, encoders, prompt, caplog):
+def test_prompts_are_encoded_as_the_diffusers_pipeline_does(place, encoders, prompt, caplog):
     parts = {"transformer": None, "vae": None, "text_encoder": encoders.clip, "text_encoder_2": encoders.t5}
-    pipeline = FluxPipeline.from_pretrained(model, **parts)
+    pipeline = FluxPipeline.from_pretrained(place["model"], **parts)
     with torch.no_grad():  # as the pipeline does when it draws
         theirs = pipeline.encode_prompt(prompt, None, max_sequence_length=32)
     embeds, pooled = encoders.encode([prompt, "another"])
@@ -174,8 +169,7 @@ def test_dropout_uses_the_trigger_word_prompt_at_the_set_rate_and_repeats(folder
 
 def test_shuffled_captions_differ_between_draws(folder, vae, encoders):
     dataset = make(folder, vae, encoders, shuffle_tokens=True)
-    caption = dataset.samples[0].caption
-    variants = {shuffle_tokens(caption, random.Random(seed)) for seed in range(60)}
+    variants = {shuffle_tokens(dataset.samples[0].caption, random.Random(seed)) for seed in range(60)}
     pooled = {tuple(encoders.encode([variant])[1][0].tolist()) for variant in variants}
     seen = {tuple(dataset.batch(Batch((0,), draw))["pooled"][0].tolist()) for draw in range(20)}
     assert len(seen) >= 2
@@ -206,14 +200,14 @@ def test_a_replaced_photo_of_same_name_size_and_date_is_encoded_again(folder, va
     assert_bitwise(after[1], before[1])
 
 
-def test_an_edited_caption_another_vae_or_token_length_is_encoded_again(folder, vae, encoders, model):
+def test_an_edited_caption_another_vae_or_token_length_is_encoded_again(folder, vae, encoders, place):
     make(folder, vae, encoders, **CACHED)
     (folder / "photo0.txt").write_text("a blue coat")
     make(folder, vae, encoders, **CACHED)
     assert (len(cache_files(folder, "latents")), len(cache_files(folder, "text"))) == (5, 6)
-    half = AutoencoderKL.from_pretrained(model, subfolder="vae").bfloat16()
+    half = AutoencoderKL.from_pretrained(place["model"], subfolder="vae").bfloat16()
     assert model_identity(half) != model_identity(vae) == model_identity(vae)
-    scaled = AutoencoderKL.from_pretrained(model, subfolder="vae", scaling_factor=0.5)
+    scaled = AutoencoderKL.from_pretrained(place["model"], subfolder="vae", scaling_factor=0.5)
     assert model_identity(scaled) != model_identity(vae)
     shorter = TextEncoders(encoders.clip, encoders.t5, encoders.clip_tokenizer, encoders.t5_tokenizer, 16)
     make(folder, half, shorter, **CACHED)
@@ -244,8 +238,8 @@ def test_a_cache_removed_during_the_run_is_an_error_with_a_remedy(folder, vae, e
         dataset.batch(Batch((0,), 0))
 
 
-def test_an_unusable_vae_is_an_error(folder, encoders, model):
-    broken = AutoencoderKL.from_pretrained(model, subfolder="vae")
+def test_an_unusable_vae_is_an_error(folder, encoders, place):
+    broken = AutoencoderKL.from_pretrained(place["model"], subfolder="vae")
     with torch.no_grad():
         next(broken.encoder.parameters()).fill_(float("nan"))
     with pytest.raises(DatasetError, match=r"photo0\.png: the VAE returns NaN or inf"):

@@ -192,8 +192,7 @@ def test_masks_come_from_alpha_or_the_model_and_a_job_reads_them(photos, folders
 
 def test_a_random_model_answers_as_transformers_computes_it(folders):
     photo = noise((LONGEST + 200, 150), seed=5)
-    parser = Parser(str(folders["random"]), ["Hair", "Left-leg"])
-    mask = np.asarray(parser.mask(photo))
+    mask = np.asarray(Parser(str(folders["random"]), ["Hair", "Left-leg"]).mask(photo))
     assert mask.shape == (150, LONGEST + 200)
     processor = AutoImageProcessor.from_pretrained(folders["random"])
     model = SegformerForSemanticSegmentation.from_pretrained(folders["random"]).eval()

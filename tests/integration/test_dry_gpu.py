@@ -78,8 +78,7 @@ def test_two_steps_with_every_option_of_the_run(monkeypatch):
     flat |= {"memory.log_memory_stats": False, "memory.log_every": 1, "guard.enabled": True, "speed.measure": "never"}
     set_limits(monkeypatch, health_every=2)
     with dry_gpu(monkeypatch) as gpu:
-        session = dry_session(nested(flat), monkeypatch, blocks=(1, 1))
-        gpu.steps(session, 2)
+        gpu.steps(dry_session(nested(flat), monkeypatch, blocks=(1, 1)), 2)
     assert gpu.operators.waits["coat_flux/watch/casts.py:rows"] == 1
     assert gpu.operators.waits["coat_flux/watch/guard.py:_check"] > 0
 

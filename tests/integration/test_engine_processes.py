@@ -70,8 +70,7 @@ class Together:
 
     def end(self) -> tuple[list[int], str]:
         """Wait for all; exit codes by rank, and what they printed."""
-        codes = [wait(child) for child in self.children]
-        return codes, self._output.read_text(encoding="utf-8")
+        return [wait(child) for child in self.children], self._output.read_text(encoding="utf-8")
 
 
 def train_together(job: dict[str, Any], processes: int, *, fsdp2: bool = False) -> str:

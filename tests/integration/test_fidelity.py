@@ -44,8 +44,7 @@ def test_data_says_what_the_vae_can_draw_at_best(tmp_path, monkeypatch, capsys):
     assert main(["check", "job.yaml"]) == 0
     assert "coat-flux data job.yaml says " in capsys.readouterr().out
     assert main(["data", "job.yaml"]) == 0
-    out = capsys.readouterr().out
-    found = re.findall(r"  (\d)\.png: ΔE (\S+) \(95 %: \S+\), texture \S+", out)
+    found = re.findall(r"  (\d)\.png: ΔE (\S+) \(95 %: \S+\), texture \S+", capsys.readouterr().out)
     assert [name for name, _ in found] == ["1", "3"]
     assert all(0.5 < float(colour) < 15 for _, colour in found)
     job["config"]["process"][0]["model"]["name_or_path"] = "black-forest-labs/FLUX.1-dev"
@@ -63,14 +62,10 @@ def differs(worse: list[Any], better: list[Any]) -> bool:
 def test_colour_comes_nearer_to_the_garment_and_not_to_another(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(SCRIPTS)
     photos = red_garments(tmp_path / "red", importlib.import_module("mini_flux.pictures"))
-    make_job = importlib.import_module("mini_flux.experiment").make_job
-    job = make_job(
-        MINI_FLUX, photos, tmp_path / "out", steps=STEPS, coat={"memory": {"checkpointing": "none"}}, batch=2
+    job = importlib.import_module("mini_flux.experiment").make_job(
+        MINI_FLUX, photos, tmp_path / "out", steps=STEPS, coat={"memory": {"checkpointing": "none"}}, lr=2e-3, batch=2
     )
-    process = job["config"]["process"][0]
-    process["train"]["lr"] = 2e-3
-    process["save"]["save_every"] = STEPS
-    process["validation"] = {"hold_out": 2, "every": 1000, "fidelity": True}
+    job["config"]["process"][0]["validation"] = {"hold_out": 2, "every": 1000, "fidelity": True}
     seen: list[Any] = []
     COATTrainer(job, observer=seen.append).train()
     session = seen[-1]
@@ -78,8 +73,7 @@ def test_colour_comes_nearer_to_the_garment_and_not_to_another(tmp_path, monkeyp
     (_, before), (_, after) = red.record["saves"]
     assert all(not subject.mask.all() and subject.mask.any() for subject in red.subjects)
     assert differs(before, after)
-    vae = statistics.fmean(draw[0] for draw in red.record["vae"])
-    assert vae < red.mean().colour
+    assert statistics.fmean(draw[0] for draw in red.record["vae"]) < red.mean().colour
 
     subjects = []
     for subject in red.subjects:

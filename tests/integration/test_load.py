@@ -223,8 +223,7 @@ def named(kind: str, folder: Path) -> Path:
 @pytest.mark.parametrize(("prefix", "kind"), [("", ""), (PREFIX, "cast"), *(("", kind) for kind in KINDS[1:])])
 def test_every_layout_is_read_as_diffusers_reads_it(wide, diffusers_reader, tmp_path, prefix, kind):
     path = named(kind, tmp_path)
-    meant = write_original(wide, path, prefix=prefix, kind=kind)
-    expected = diffusers_reader(dict(meant))
+    expected = diffusers_reader(dict(write_original(wide, path, prefix=prefix, kind=kind)))
     model = load_transformer(str(path), torch.bfloat16)
     state = model.state_dict()
     if kind in ("convrot", "mixed"):  # turned back by other sums

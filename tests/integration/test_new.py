@@ -39,7 +39,7 @@ def process(file: Path) -> dict:
 
 
 @pytest.mark.parametrize(("gb", "origin", "fits"), [(2, "8gb", False), (16, "16gb", True)])
-def test_writes_what_check_accepts(folder, tmp_path, capsys, monkeypatch, gb, origin, fits):
+def test_writes_what_check_accepts_and_never_overwrites_it(folder, tmp_path, capsys, monkeypatch, gb, origin, fits):
     if not fits:  # without the long search for changes that fit
         candidates = {f"flux_clothing_coat_{gb}gb.yaml": 0 for gb in (16, 8)}
         monkeypatch.setattr("coat_flux.plan.starter.CANDIDATES", candidates)
@@ -59,14 +59,10 @@ def test_writes_what_check_accepts(folder, tmp_path, capsys, monkeypatch, gb, or
     assert made["trigger_word"] == "rddrss"
     assert made["sample"]["prompts"][0].startswith('[trigger], a "long" dress x')
     assert [item.line() for item in check_job_file(out)] == []
-
-
-def test_never_overwrites(folder, tmp_path, capsys):
-    out = tmp_path / "mine.yaml"
-    out.write_text("mine", encoding="utf-8")
+    written = out.read_bytes()
     assert main(["new", str(folder), "--gpu", "24", "--out", str(out)]) == 2
     assert "is there already and is left as it is" in capsys.readouterr().err
-    assert out.read_text(encoding="utf-8") == "mine"
+    assert out.read_bytes() == written
 
 
 @pytest.mark.parametrize(

@@ -230,8 +230,7 @@ def test_exact_bytes_of_a_run(place, optimizer, coat):
     assert facts.targets == lora_targets(model, job.network)
     if job.coat.enabled:
         apply_coat(model, job.coat)
-    loaded = sum(x.nbytes for x in [*model.parameters(), *model.buffers()])
-    assert facts.transformer_bytes == loaded
+    assert facts.transformer_bytes == sum(x.nbytes for x in [*model.parameters(), *model.buffers()])
 
     lora = list(add_lora(model, job.network, 0).values())
     assert facts.lora_bytes == sum(param.nbytes for param in lora)

@@ -3,8 +3,6 @@
 import importlib
 from pathlib import Path
 
-import pytest
-
 from coat_flux.mini_flux import make_mini_flux
 from coat_flux.study import judge, open_study, verify
 from coat_flux.study.compare import NOT_LOSSLESS
@@ -18,14 +16,9 @@ E5M2 = {  # all but the weights; no GPU multiplies e5m2 by e5m2
 }
 
 
-@pytest.fixture(scope="module")
-def experiment():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "scripts"))
-        yield importlib.import_module("mini_flux.experiment")
-
-
-def test_e5m2_everywhere_is_caught_and_coat_is_not(experiment, tmp_path):
+def test_e5m2_everywhere_is_caught_and_coat_is_not(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    experiment = importlib.import_module("mini_flux.experiment")
     photos, _ = experiment.write_photos(tmp_path / "photos")
     model = make_mini_flux(tmp_path / "mini")
     coat = {"memory": {"checkpointing": "none"}}

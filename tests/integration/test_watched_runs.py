@@ -36,14 +36,6 @@ PLANTED = "transformer_blocks.1.ff.net.2"
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _limits() -> Iterator[None]:
-    """Casts are observed every three steps; what is planted would end the run."""
-    with pytest.MonkeyPatch.context() as patch:
-        set_limits(patch, max_underflow=1.0, health_every=3)
-        yield
-
-
-@pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     """Model, images and output folder. One channel of the MLP of a block is huge, and the layer behind ignores it."""
     root = tmp_path_factory.mktemp("precision")
@@ -57,6 +49,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]
         return model
 
     with pytest.MonkeyPatch.context() as patch:
+        set_limits(patch, max_underflow=1.0, health_every=3)  # what is planted would end the run
         patch.setattr("coat_flux.trainers.standalone.loading.MAX_TEXT_TOKENS", 48)
         patch.setattr("coat_flux.plan.job.TEXT_TOKENS", 48)
         patch.setattr(session, "load_transformer", planted)

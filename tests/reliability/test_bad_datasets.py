@@ -198,8 +198,7 @@ def test_the_table_shows_buckets_crops_and_corrections(tmp_path):
     exif[0x0112] = 6
     write(folder / "c.jpg", jpeg((90, 64), seed=2, exif=exif))
     (table,) = inspect(folder, resolution=(128,)).tables
-    rows = [line.split() for line in table.splitlines()[2:-1]]
-    assert rows == [
+    assert [line.split() for line in table.splitlines()[2:-1]] == [
         ["128", "64x64", "1", "0.0%", "0.0%"],
         ["128", "64x96", "1", "7.2%", "7.2%"],
         ["128", "128x64", "1", "0.0%", "0.0%"],

@@ -21,7 +21,7 @@ from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.guard import DeadRunError
 from tests.helpers.aitk_standin.host import REPOSITORY
 from tests.helpers.changes import change
-from tests.helpers.engine_job import assert_same_end, tiny_place, train
+from tests.helpers.engine_job import assert_same_end, train
 from tests.helpers.flux import coat_flux_model, loss_of, predict
 from tests.helpers.step_watch import step_watch
 
@@ -146,9 +146,8 @@ def test_a_rate_too_high_ends_the_run_and_the_way_back_ends_well(tmp_path):
     assert last < start
 
 
-def test_comparisons_change_no_bit_of_a_run(tmp_path):
+def test_comparisons_change_no_bit_of_a_run(place):
     average = {"ema_config": {"use_ema": True, "ema_decay": 0.9}}
     blocks = {"network": {"dropout": 0.2}, "train": {"steps": 9, "gradient_accumulation": 2, **average}}
-    with tiny_place(tmp_path) as place:
-        runs = [train(f"guard_{on}", place, coat={"guard": {"enabled": on}}, **blocks).parent for on in (True, False)]
+    runs = [train(f"guard_{on}", place, coat={"guard": {"enabled": on}}, **blocks).parent for on in (True, False)]
     assert_same_end(*runs)

@@ -17,14 +17,12 @@ from coat_flux.data.loader import Batch, LatentDataset
 from coat_flux.data.preflight import DataReport
 from coat_flux.trainers.standalone.flow_matching import Objective
 from tests.helpers.asserts import assert_bitwise
-from tests.helpers.tiny_flux import make_tiny_flux
 from tests.reliability.photos import noise
 
 
 @pytest.fixture(scope="module")
-def vae(tmp_path_factory):
-    folder = make_tiny_flux(tmp_path_factory.mktemp("models") / "tiny-flux")
-    return AutoencoderKL.from_pretrained(folder, subfolder="vae").eval()
+def vae(place):
+    return AutoencoderKL.from_pretrained(place["model"], subfolder="vae").eval()
 
 
 def no_text(prompts):
