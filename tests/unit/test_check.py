@@ -195,8 +195,7 @@ def test_the_checkout_reads_the_keys_of_the_table_and_its_config_classes_no_othe
     classes = re.split(r"^class (\w+)", (root / SOURCES[0]).read_text(encoding="utf-8"), flags=re.MULTILINE)
     for block, text in zip(classes[1::2], classes[2::2], strict=True):
         if block in BLOCKS:
-            read = set(re.findall(r"kwargs\.get\(\s*[\"'](\w+)[\"']", text))
-            assert read == BLOCKS[block].keys(), block
+            assert set(re.findall(r"kwargs\.get\(\s*[\"'](\w+)[\"']", text)) == BLOCKS[block].keys(), block
     source = "\n".join((root / file).read_text(encoding="utf-8") for file in SOURCES)
     assert all(re.search(rf"\b{key}\b", source) for key in BLOCKS["network_kwargs"])
 

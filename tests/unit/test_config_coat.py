@@ -51,6 +51,7 @@ def test_an_empty_block_has_every_default():
     assert all(reduce(getattr, key.split("."), COATConfig()) == option.default for key, option in BY_KEY.items())
     for block in (None, {}, {"optimizer": None, "memory": {}}):
         assert COATConfig.from_dict(block) == COATConfig()
+    assert COATConfig.from_dict({"fallback": "error"}).linear_config() == FP8LinearConfig(fallback="error")
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.key)
@@ -155,22 +156,11 @@ def test_the_optimizer_gets_the_block_s_values_and_optimizer_params_override_the
     assert adamw == {"betas": (0.9, 0.95), "eps": 1e-7, "weight_decay": 0.0, "offload": "cpu"}
 
 
-def test_the_linear_gets_weight_and_activation_options():
-    activation = {"use_fp8": False, "format": "e5m2", "grad_format": "bf16", "linear_granularity": "per_tensor"}
-    block = {"weight": {"format": "e5m2", "granularity": "per_row"}, "activation": activation, "fallback": "error"}
-    weight = {"weight_format": "e5m2", "weight_granularity": "per_row"}
-    inputs = {"input_format": "e5m2", "input_granularity": "per_tensor", "grad_format": "bf16"}
-    expected = FP8LinearConfig(**weight, **inputs, use_fp8_gemm=False, fallback="error")
-    assert COATConfig.from_dict(block).linear_config() == expected
-    assert COATConfig().linear_config() == FP8LinearConfig()
-
-
 def test_products_in_int8_have_gradients_in_int8_unless_bf16_is_asked_for():
-    linear = COATConfig.from_dict({"weight": INT8, "activation": INT8}).linear_config()
-    assert (linear.weight_format, linear.input_format, linear.grad_format) == ("int8", "int8", "int8")
-    assert linear.weight_has_row_scales
-    block = {"weight": INT8, "activation": {**INT8, "grad_format": "bf16"}}
-    assert COATConfig.from_dict(block).linear_config().grad_format == "bf16"
+    for asked, in_force in (({}, "int8"), ({"grad_format": "bf16"}, "bf16")):
+        linear = COATConfig.from_dict({"weight": INT8, "activation": {**INT8, **asked}}).linear_config()
+        assert (linear.weight_format, linear.input_format, linear.grad_format) == ("int8", "int8", in_force)
+        assert linear.weight_has_row_scales
     stored = {"weight": INT8, "activation": {"use_fp8": False}}
     assert not COATConfig.from_dict(stored).linear_config().use_fp8_gemm
 

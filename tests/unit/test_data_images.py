@@ -139,14 +139,8 @@ def garment(colour, seed=1, size=(256, 256)) -> Image.Image:
     ],
 )
 def test_the_same_photo_saved_otherwise_is_found_and_no_other(tmp_path, change):
-    red, blue = garment((200, 40, 60)), garment((40, 90, 200), seed=2)
-    images = {
-        "a": red,
-        "b": blue,
-        "d": garment((200, 40, 60), seed=3),
-        "e": garment((40, 40, 220)),
-        "f": red.rotate(90),
-    }
+    red, blue, other = garment((200, 40, 60)), garment((40, 90, 200), seed=2), garment((200, 40, 60), seed=3)
+    images = {"a": red, "b": blue, "d": other, "e": garment((40, 40, 220)), "f": red.rotate(90)}
     files = {name: encoded(image, "PNG") for name, image in images.items()} | {"c": change(red)}
     paths = [write(tmp_path / f"{name}.png", content) for name, content in files.items()]
     assert [(first.stem, second.stem) for first, second in near_duplicates(survey(paths))] == [("a", "c")]

@@ -11,7 +11,7 @@ from torch import nn
 
 from coat_core.linear.function import load_weight
 from coat_core.linear.module import FP8Linear
-from coat_flux.blocks import measure as pick
+from coat_flux.blocks import measure
 from coat_flux.blocks import report as shared
 from coat_flux.blocks.decide import BlockPlan, Given, decide, saving_of
 from coat_flux.blocks.gemms import set_transposed, transposed_bytes
@@ -163,7 +163,6 @@ GEMM = "W e4m3/per_tensor, x e4m3/per_row, dy e5m2"
 WEIGHT_ONLY = "W e4m3/per_tensor, high precision GEMM"
 
 
-# --- layers ---
 def test_rows_count_parts_with_the_same_treatment():
     report = CoatReport()
     with torch.device("meta"):
@@ -182,13 +181,14 @@ def test_rows_count_parts_with_the_same_treatment():
     assert report.parts()[4:] == [TableRow("optimizer", "coat_fp8_adamw", "FP8AdamW", "as configured")]
 
 
-# --- a model ---
 def rows_of(report: CoatReport) -> dict[str, TableRow]:
     return {row.part: row for row in report.parts() if not row.count}
 
 
-def test_what_the_first_step_decides_is_known_after_it():
-    model, report, _ = coat_flux_model({})
+def test_what_the_first_step_decides_is_known_after_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(measure, "timed", lambda once, device: 1.0)  # of equal ones the configured GEMM is taken
+    model, report, _ = coat_flux_model({"speed": {"measure": "always"}})
     rows = rows_of(report)
     later = {part for part, row in rows.items() if "decided at the first step" in row.got}
     assert later == {"saved tensors", "attention", "checkpointing", "transposed weights", "execution"}
@@ -209,11 +209,11 @@ def test_what_the_first_step_decides_is_known_after_it():
     assert found["coat.asked.transformer_blocks"] == GEMM
     assert found["coat.got.transformer_blocks"] == f"4 x {WEIGHT_ONLY}; 24 x {GEMM}"
     assert found["coat.why.transformer_blocks"].startswith("one row per image")
+    assert found["coat.why.execution"].startswith("the fastest of those that were measured")
     assert found["coat.got.outside"] == "10 x high precision"
     assert "coat.asked.outside" not in found
 
 
-# --- of a plan alone ---
 def rows_of_plan(coat: dict[str, Any], device: str = "cpu", **changed: Any) -> dict[str, TableRow]:
     config = COATConfig.from_dict(coat)
     return {row.part: row for row in shared_rows(decide(config, replace(STEP, **changed)), torch.device(device), {})}
@@ -310,18 +310,3 @@ def test_a_run_says_what_its_blocks_got(caplog):
         "FluxTransformerBlock: generic flow in place of the fused one, which saves less: hooks on the block",
         "blocks: 3 kept in FP8, fused flow, attention fp8; 1 kept in FP8, generic flow, attention fp8",
     ]
-
-
-def test_the_path_that_was_picked_shows_in_the_layers(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    current: list[str] = []
-    set_gemm = pick.GemmPick.set
-    monkeypatch.setattr(pick.GemmPick, "set", lambda self, gemm: (current.append(gemm), set_gemm(self, gemm)))
-    monkeypatch.setattr(pick, "timed", lambda once, device: 1.0 if current[-1] == "per_row" else 2.0)
-    model, report, _ = coat_flux_model({"memory": {"checkpointing": "none"}, "speed": {"measure": "always"}})
-    predict(model)
-    found = report.metadata()
-    assert found["coat.got.single_transformer_blocks"] == f"2 x {WEIGHT_ONLY}; 10 x {GEMM}"
-    assert found["coat.asked.single_transformer_blocks"] == GEMM
-    assert found["coat.got.execution"] == "per_row GEMM, eager"
-    assert found["coat.why.execution"].startswith("the fastest of those that were measured")

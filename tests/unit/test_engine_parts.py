@@ -125,8 +125,7 @@ def test_saved_tensors_that_do_not_fit_are_refused_before_any_is_copied():
 def test_ema_has_the_bits_of_its_formula_and_is_taken_back_bit_for_bit(dtype, options):
     draw = torch.Generator().manual_seed(4)
     params = [nn.Parameter(torch.randn(shape, generator=draw).to(dtype)) for shape in ((16, 20), (7,), (129, 3))]
-    section = EMASection(ema_decay=0.997, **options)
-    ema = LoraEMA({str(i): one for i, one in enumerate(params)}, section)
+    ema = LoraEMA({str(i): one for i, one in enumerate(params)}, EMASection(ema_decay=0.997, **options))
     shadows, copies = [one.clone() for one in ema.shadow.values()], [one.detach().clone() for one in params]
     for skipped in (None, torch.zeros(()), torch.ones(()), None):
         moves = [torch.randn(one.shape, generator=draw).to(dtype) for one in params]

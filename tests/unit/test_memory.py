@@ -42,8 +42,7 @@ class FakeDevice:
 
 
 def record_in(folder: Path) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads((folder / "memory.json").read_text())
-    return record
+    return json.loads((folder / "memory.json").read_text())
 
 
 def test_parts_count_each_storage_once_and_adapters_before_the_transformer():

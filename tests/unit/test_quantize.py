@@ -68,13 +68,11 @@ def test_nonfinite_elements_touch_nothing_else(granularity, fmt, dtype):
     dirty = clean.clone()
     dirty[1, 5], dirty[2, 6], dirty[3, 7] = math.nan, math.inf, -math.inf
     expected, actual = quantize(clean, fmt, granularity), quantize(dirty, fmt, granularity)
-    assert (~dirty.isfinite()).sum() == 3
     assert_bitwise(actual.scale, expected.scale)
     values = actual.codes.to(torch.float32)
     assert values[1, 5].isnan()
     assert (values[2, 6].item(), values[3, 7].item()) == (FORMATS[fmt].max, -FORMATS[fmt].max)
-    same = torch.ones(4, 256, dtype=torch.bool)
-    same[1, 5] = same[2, 6] = same[3, 7] = False
+    same = dirty.isfinite()
     assert_bitwise(actual.codes.view(torch.uint8)[same], expected.codes.view(torch.uint8)[same])
 
 

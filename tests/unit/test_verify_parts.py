@@ -196,8 +196,7 @@ def test_draws_cover_the_noise_levels_evenly_and_batches_have_one_size():
         return drawn.flatten(1).mean(1)
 
     noise.mean_loss(losses, 3)
-    draws = [draw for batch in batches for draw in batch]
-    sigmas = dict(zip(draws, levels, strict=True))
+    sigmas = dict(zip([draw for batch in batches for draw in batch], levels, strict=True))
     assert sorted(sigmas.values()) == pytest.approx([(i + 0.5) / 12 for i in range(12)])
     assert [int(sigmas[draw] * 4) for draw in range(12)] == [0, 1, 2, 3] * 3
     assert [FixedNoise(noise.photos[:count]).levels for count in (1, 3)] == [16, 6]
