@@ -76,6 +76,12 @@ def test_nonfinite_elements_touch_nothing_else(granularity, fmt, dtype):
     assert_bitwise(actual.codes.view(torch.uint8)[same], expected.codes.view(torch.uint8)[same])
 
 
+def test_the_least_scale_is_fp32s_smallest_normal_number():
+    """Codes are made by its reciprocal, which must be normal, too; zeros have scale 1."""
+    scales = [quantize(torch.full((4,), x), "e4m3", Granularity("per_tensor")).scale for x in (1e-38, 1e-44, 0.0)]
+    assert [scale.item() for scale in scales] == [2.0**-126, 2.0**-126, 1.0]
+
+
 @pytest.mark.parametrize("x", [torch.tensor(1.0), torch.ones(0, 4), torch.ones(3, 0), torch.ones(4, dtype=torch.int64)])
 def test_refuses_what_cannot_be_scaled(x):
     with pytest.raises(ValueError, match="must be floating, non-empty, with a last dimension"):
