@@ -76,8 +76,8 @@ _thread = threading.local()  # .innermost: the PackedSavedTensors opened last in
 class Saving:
     """How a block's tensors are saved for backward."""
 
-    tensors: Storage | None = FP8_GROUPS  # per_group or per_tensor; None: as they are
-    attention: str = "fp8"  # q, k, v, out: "fp8" like all tensors, "bf16" as they are
+    tensors: Storage | None = FP8_GROUPS  # per_group or per_tensor; None: not packed
+    attention: str = "fp8"  # q, k, v, out: "fp8" like all tensors, "bf16" not packed
     min_elements: int = MIN_ELEMENTS  # of `PackedSavedTensors`: smaller ones are exact
 
 

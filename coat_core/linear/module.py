@@ -120,7 +120,7 @@ class FP8Linear(nn.Linear):
     ) -> FP8Linear:
         """Convert in place, freezing the bias; ValueError unless floating with K and N multiples of 16.
 
-        `stored`: codes and scale of its weight, of the configuration's format and granularity, taken as they are.
+        `stored`: codes and scale of its weight, of the configuration's format and granularity, used unchanged.
         """
         config = config or FP8LinearConfig()
         reason = obstacle_to_conversion(linear)

@@ -494,8 +494,8 @@ def with_row_stride(x: Any) -> tuple[Any, int]:
 def whole_rows(width: int, sums: bool = False) -> dict[str, int]:
     """The constants of a program that holds whole rows, several if short; ValueError where it cannot.
 
-    Where a quarter of BLOCK or more lies beyond the row, as of 3072, its threads pass over 1024 columns at once: a pass
-    that lies beyond is no code, as D is a constant. With `sums` over rows, too, twice the threads share the registers.
+    Where a quarter of BLOCK or more lies beyond the row, as of 3072, its threads pass over 1024 columns at once: passes
+    beyond it are not compiled, as D is a constant. With `sums` over rows, too, twice the threads share the registers.
     """
     if width > WIDEST_ROW:
         raise ValueError(f"x with rows of {width}: the Triton kernel holds at most {WIDEST_ROW}; split the rows")

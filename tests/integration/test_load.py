@@ -251,11 +251,11 @@ def test_a_files_numbers_are_kept_or_their_loss_is_said(wide, diffusers_reader, 
     linears = {name: module for name, module in model.named_modules() if isinstance(module, FP8Linear)}
     kept = [name for name, m in linears.items() if torch.equal(read_weight(m, m.config), meant[f"{name}.weight"])]
     (line,) = lines
-    assert f"{len(kept)} are used as they are" in line
+    assert f"{len(kept)} are used unchanged" in line
     section = ModelSection(name_or_path=str(path))
     said = describe_file(JobConfig(type=COAT_TYPE, training_folder="", model=section, coat=coat))
     title = f"13 in GGUF {kind}" if kind in GGUF else f"13 in {TITLES.get(kind, 'FP8 e4m3 scaled')}"
-    assert ("used as they are" in said, title in said, "dB" in said) == (bool(kept), kind != "mixed", line[-2:] == "dB")
+    assert ("used unchanged" in said, title in said, "dB" in said) == (bool(kept), kind != "mixed", line[-2:] == "dB")
     if kind in ("cast", "scaled", "fp8 noted"):
         assert len(kept) == len(linears)
         return

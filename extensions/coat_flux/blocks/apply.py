@@ -114,7 +114,7 @@ def convert_weights(
 ) -> Callable[[str, nn.Module, StoredWeight | None], None] | None:
     """A converter (name, linear, codes) that quantizes weights one by one while a model loads; None if none are stored.
 
-    Codes that the file has are taken as they are where ours have their format and granularity.
+    Codes that the file has are used unchanged where ours have their format and granularity.
     The weights of `model` may be on the meta device. `apply_coat` later recognizes and configures the converted
     linears. ConfigError if an include/exclude pattern matches no layer.
     """

@@ -323,7 +323,7 @@ def caption(args: argparse.Namespace) -> int:
 def _find_photos(args: argparse.Namespace) -> tuple[list[Path], str]:
     """The photos of FOLDER, with warnings of what cannot be read there, and the device; raises UsageError."""
     if not args.dir.is_dir():
-        raise UsageError(f"{args.dir}: is no folder; name the one with the photos")
+        raise UsageError(f"{args.dir}: is not a folder; name the one with the photos")
     import torch
 
     from ..data.files import Listing

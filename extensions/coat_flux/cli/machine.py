@@ -49,7 +49,7 @@ def add_parsers(commands: Any) -> None:
         help="diffusers: also ai-toolkit and ComfyUI; kohya: sd-scripts, also ComfyUI; comfyui: the checkpoint's names",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: <layout>-<name of LORA>, next to it")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the matrices (default: as they are)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the matrices (default: unchanged)")
 
 
 def doctor(args: argparse.Namespace) -> int:

@@ -145,7 +145,7 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def layer_of(parameter: str) -> str:
-    """Full name of the linear that a LoRA parameter of either trainer belongs to; other names come back as they are."""
+    """Full name of the linear that a LoRA parameter of either trainer belongs to; other names come back unchanged."""
     name = parameter.replace("$$", ".")
     for mark in MATRICES:
         name = name.partition(mark)[0]

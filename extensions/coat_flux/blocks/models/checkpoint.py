@@ -124,7 +124,7 @@ def _use_of(encoding: Encoding, header: Header, job: JobConfig) -> str:
         return f"decoded to {job.train.dtype}"
     row_scales = encoding.scale is not None and prod(header.shapes[encoding.scale]) > 1
     if encoding.format == E4M3_CODES and keeps_codes(coat.linear_config(), row_scales):
-        return "used as they are" + (" where weight.format: auto is e4m3" if is_auto else "")
+        return "used unchanged" + (" where weight.format: auto is e4m3" if is_auto else "")
     return f"{REQUANTIZED} to {'e4m3 or int8' if is_auto else coat.weight.format} while loading"
 
 

@@ -72,7 +72,7 @@ class Header(NamedTuple):
     is_gguf: bool = False
 
     def encodings(self) -> dict[str, Encoding]:
-        """Encodings by key, but of tensors that are stored as they are; CheckpointError for what is not read here."""
+        """Encodings by key, of encoded tensors only; CheckpointError for those that are not read here."""
         if self.is_gguf:
             return {key: Encoding(kind) for key, kind in self.dtypes.items() if kind not in AS_THEY_ARE}
         weights = [key for key in self.shapes if key.endswith(".weight")]
@@ -183,7 +183,7 @@ def rows_of_tiles(scales: Tensor, blocks: int) -> Tensor:
 
 
 def keeps_codes(config: FP8LinearConfig, row_scales: bool) -> bool:
-    """Whether a linear stores a file's E4M3 codes and their scales as they are."""
+    """Whether a linear stores a file's E4M3 codes and their scales unchanged."""
     return config.weight_format == E4M3.name and (config.weight_has_row_scales or not row_scales)
 
 

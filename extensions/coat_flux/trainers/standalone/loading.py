@@ -127,7 +127,7 @@ def _describe_encodings(model: nn.Module, weights: Weights) -> str:
     encodings = {name: place.encoding.format for name, place in weights.places.items() if place.encoding is not None}
     casts = [row for row in weight_rows(model) if f"{row.layer}.weight" in encodings]
     again = [row for row in casts if not math.isinf(row.sqnr_db)]
-    text = f"{len(casts) - len(again)} are used as they are, {len(again)} are quantized again"
+    text = f"{len(casts) - len(again)} are used unchanged, {len(again)} are quantized again"
     if again:
         noise = sum(row.elements * 10 ** (-row.sqnr_db / 10) for row in again) / sum(row.elements for row in again)
         text += f", which adds an error of {-decibels(noise):.1f} dB"
