@@ -8,7 +8,6 @@ import pytest
 import torch
 import yaml
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from coat_core.activation import _Keeper
 from coat_core.linear.function import load_weight
@@ -17,23 +16,23 @@ from coat_flux.config.coat import COATConfig
 from coat_flux.trainers.optimizer import build_optimizer
 from coat_flux.trainers.standalone.network import lora_parameters
 from tests.helpers.flux import loss_of, predict, tiny_flux, tiny_lora
+from tests.helpers.operators import OperatorLog
 from tests.helpers.saved_tensors import SavedTensors, recording, recording_fused
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 LAYER = "transformer.transformer_blocks.0.attn.to_k"
 
 
-class GemmLog(TorchDispatchMode):
+class GemmLog(OperatorLog):
     """(dtype of a, shape of its scale) of every FP8 or INT8 GEMM."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self._record)
         self.calls: list[tuple[torch.dtype, tuple[int, ...]]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _record(self, func: Any, args: tuple[Any, ...]) -> None:
         if func in (torch.ops.coat.fp8_mm.default, torch.ops.coat.int8_mm.default):
             self.calls.append((args[0].dtype, tuple(args[1].shape)))
-        return func(*args, **(kwargs or {}))
 
 
 class Run:

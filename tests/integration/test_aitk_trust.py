@@ -35,8 +35,8 @@ from tests.helpers.aitk_standin.host import (  # noqa: F401
 )
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.format_clock import FormatClock
-from tests.helpers.guard_limits import set_limits
-from tests.helpers.locks import held_by_another_process
+from tests.helpers.step_watch import set_limits
+from tests.reliability.forks import held_by_another_process
 
 STEPS = 8
 ACCUMULATION = 2

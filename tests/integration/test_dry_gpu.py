@@ -24,7 +24,7 @@ from tests.helpers.changes import change
 from tests.helpers.dry_gpu import COMPARED, dry_gpu, dry_session
 from tests.helpers.dry_gpu.card import CARD
 from tests.helpers.families import FAMILIES, OTHERS, made, results
-from tests.helpers.guard_limits import set_limits
+from tests.helpers.step_watch import set_limits
 
 pytestmark = [pytest.mark.triton, pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")]
 

@@ -33,7 +33,7 @@ from coat_flux.watch.live import read_status
 from tests import tolerances
 from tests.helpers.asserts import assert_all_bitwise, assert_bitwise
 from tests.helpers.engine_job import FEW_LINEARS, TRIGGER, engine_job, losses, rows, train
-from tests.helpers.guard_limits import set_limits
+from tests.helpers.step_watch import set_limits
 from tests.integration.test_optimizers import state_bytes
 from tests.reliability.forks import fork, wait
 

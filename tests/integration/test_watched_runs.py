@@ -27,7 +27,7 @@ from coat_flux.watch.phases import PhaseTracker, finish
 from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, standin_host  # noqa: F401
 from tests.helpers.asserts import assert_all_bitwise
 from tests.helpers.engine_job import engine_job, write_images
-from tests.helpers.guard_limits import set_limits
+from tests.helpers.step_watch import set_limits
 from tests.helpers.tiny_flux import make_tiny_flux
 from tests.tolerances import REPORT_SAVED_RTOL
 from tests.unit.test_run_report import text_of

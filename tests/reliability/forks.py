@@ -1,4 +1,4 @@
-"""Children of this process that are killed, or meet a broken disk, at a chosen file operation.
+"""Children of this process that are killed, or meet a broken disk, at a chosen file operation, or hold a lock.
 
 A fork has everything imported and loaded, so a kill costs milliseconds. File operations are seen by Python's audit
 events; what an open file is given between two of them is not, but a kill there leaves the same as at the next one.
@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import traceback
@@ -22,6 +23,14 @@ from tqdm import tqdm
 KILLED, FAILED = 9, 70
 OPERATIONS = ("open", "os.mkdir", "os.rename", "os.link", "os.remove", "os.rmdir")
 DEADLINE_S = 60
+HOLD = """
+import sys
+from pathlib import Path
+from coat_flux.saves.repair import run_lock
+with run_lock(Path(sys.argv[1])):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
 
 
 @contextmanager
@@ -83,3 +92,15 @@ def at_operation(number: int, folder: Path, act: Callable[[], None]) -> None:
             act()
 
     sys.addaudithook(hook)
+
+
+@contextmanager
+def held_by_another_process(run_dir: Path) -> Iterator[None]:
+    """Let another process hold the lock inside the block; it is killed at the end, not asked to let go."""
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(run_dir)], **pipes) as other:
+        assert other.stdout.readline() == "locked\n"
+        try:
+            yield
+        finally:
+            other.kill()

@@ -28,7 +28,7 @@ from coat_flux.saves.errors import ResumeError, SaveError
 from coat_flux.saves.repair import go_back, good_step, repair, run_lock
 from coat_flux.saves.state import file_digest, model_identity, require_same_run, run_identity
 from tests.architecture.sources import ROOT
-from tests.helpers.locks import held_by_another_process
+from tests.reliability.forks import held_by_another_process
 
 PUBLISH = {"run.safetensors": "lora", "optimizer.pt": "optimizer"}
 

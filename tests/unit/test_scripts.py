@@ -1,6 +1,7 @@
-"""scripts/_environment.py: which torch a machine gets, when pip runs, its errors. And what the Colab notebook runs."""
+"""Scripts at a small size, which torch their environment gets, and what the Colab notebook runs."""
 
 import json
+import math
 import subprocess
 from pathlib import Path
 from unittest.mock import Mock
@@ -8,11 +9,11 @@ from unittest.mock import Mock
 import pytest
 
 from scripts import _environment as environment
+from scripts import bench_memory, language_model
+from tests.helpers.flux_block import make_model
 
 ROOT = Path(__file__).parents[2]
 VERSION = "2.13.0"
-
-
 CPU_BUILD, DEFAULT_BUILD = f"torch=={VERSION}+cpu", f"torch=={VERSION}"
 
 
@@ -60,3 +61,36 @@ def test_the_notebook_installs_here_and_names_files_that_exist():
     for name in ("coat_quickstart", "without_and_with_lora.png"):
         assert name in quickstart
         assert name in "".join(lines)
+
+
+def test_language_models_learn_from_the_same_start_and_bytes_are_counted(tmp_path):
+    language_model.main(["--size", "tiny", "--seeds", "1", "--arms", "bf16", "coat", "--out", str(tmp_path)])
+    found = {path.stem.split("-")[2]: json.loads(path.read_text()) for path in tmp_path.iterdir()}
+    for result in found.values():
+        assert result["losses"][0] == pytest.approx(math.log(256), abs=0.1)
+        assert result["losses"][-1] < 0.8 * result["losses"][0]
+        assert result["loss"] < 0.8 * math.log(256)
+    assert found["bf16"]["losses"] != found["coat"]["losses"]
+    assert found["bf16"]["losses"] == pytest.approx(found["coat"]["losses"], rel=0.02)
+    assert found["bf16"]["state_bytes"] == pytest.approx(8.0, abs=0.01)
+    assert 2.0 < found["coat"]["state_bytes"] < 2.5  # many parameters are shorter than a block
+    assert found["coat"]["saved_bytes"] < 0.8 * found["bf16"]["saved_bytes"]
+
+
+def test_bytes_kept_by_loop_and_flow(monkeypatch):
+    hidden, rank, text, image = 256, 16, 32, 96
+    # rough sizes of blocks: counting them takes longer than to run them, and nothing here depends on them
+    monkeypatch.setattr("coat_flux.blocks.sizes._counted", lambda *of_block: (2**18 if of_block[-1] else 2**22, 2**20))
+    model = make_model(2)
+    rows = [row for row in bench_memory.ROWS if row.loop == "peft" or (row.loop, row.name) == ("toolkit", "fused")]
+    kept = {(row.loop, row.name): bench_memory.measure(model, row, text, image) for row in rows}
+    for kind, tensors, adapters in (("double", 12, 6), ("single", 10, 5)):
+        fused = kept["peft", "fused"][kind]
+        # the tensors, their scales, and h of each adapter; log-sum-exp and modulation vectors besides
+        listed = tensors * (1 + 4 / 128) + adapters * rank * 2 / hidden
+        assert listed < fused < listed + 2.0
+        assert fused < kept["peft", "fused, attention bf16"][kind] < kept["peft", "generic"][kind]
+        assert kept["peft", "generic"][kind] < kept["peft", "bf16"][kind] / 2
+        assert kept["toolkit", "fused"][kind] == pytest.approx(fused, rel=0.02)
+        assert kept["peft", "bf16, recomputed"][kind] == pytest.approx(2, rel=0.1)  # the block's input
+        assert kept["peft", "recomputed from FP8"][kind] < 2

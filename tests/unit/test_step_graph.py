@@ -31,9 +31,8 @@ from coat_flux.watch.guard import DeadRunError
 from coat_flux.watch.run_tables import StepStats
 from tests.helpers.asserts import assert_all_bitwise, assert_bitwise
 from tests.helpers.engine_job import FEW_LINEARS, ON_DISK, engine_job, rows
-from tests.helpers.guard_limits import set_limits
 from tests.helpers.recorded_graph import RecordedGraph, recording
-from tests.helpers.step_watch import step_watch
+from tests.helpers.step_watch import set_limits, step_watch
 
 COAT = {"memory": {"log_memory_stats": False}}
 TRAIN = {"steps": 8, "lr_scheduler": "linear", "ema_config": {"use_ema": True, "ema_decay": 0.9}}
