@@ -26,7 +26,7 @@ QKV = [f"transformer_blocks.0.attn.{name}" for name in ("to_q", "to_k", "to_v")]
 Q = "transformer.transformer_blocks.0.attn.to_q"
 FLUX_HIDDEN = 3072
 HIDDEN = 64
-OTHER_SIZE = 48  # of what is no multiple of the hidden size: embedders' inputs, the final layer's outputs
+OTHER_SIZE = 48  # features not in proportion to the hidden size: embedders' inputs, the final layer's outputs
 
 DOUBLE = (
     *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj")),

@@ -72,7 +72,7 @@ class Header(NamedTuple):
     is_gguf: bool = False
 
     def encodings(self) -> dict[str, Encoding]:
-        """Encodings by key, of encoded tensors only; CheckpointError for those that are not read here."""
+        """Encodings by key, of encoded tensors only; CheckpointError for an encoding that is not read."""
         if self.is_gguf:
             return {key: Encoding(kind) for key, kind in self.dtypes.items() if kind not in AS_THEY_ARE}
         weights = [key for key in self.shapes if key.endswith(".weight")]
